@@ -1,0 +1,139 @@
+"""Every error that leaves this package.
+
+    AsyncPPError
+    ├── ConfigError              theirs: bad input, found before anything expensive starts
+    │   └── UnsupportedVersion   a vLLM this package was not tested with
+    ├── EngineFailed             ours: the rank set of one epoch is gone; carries rank, epoch, step, request ids
+    │   ├── RankLost             a rank process ended (signal, exit, out of memory)
+    │   ├── RankError            a rank raised; carries its traceback as text
+    │   └── StartupError         a rank did not become ready; carries the phase it was in
+    ├── EngineClosed             clean end: the engine was closed, nothing failed
+    └── WireError                a frame that was refused; nothing in it was decoded
+        ├── BadFrame             its shape, order or content is wrong
+        ├── BadSeal              its seal does not match
+        ├── StaleEpoch           it belongs to another life of the rank set
+        └── LimitExceeded        it is larger than the limits allow
+
+*Theirs*, *ours* and *clean end* are different types on purpose: a server answers 400, 503 and nothing at all to them.
+"""
+
+from collections.abc import Sequence
+
+
+class AsyncPPError(Exception):
+    """Root of all errors of this package."""
+
+
+class ConfigError(AsyncPPError):
+    """The input cannot work. The message is one line and says what to change."""
+
+
+class UnsupportedVersion(ConfigError):
+    """The vLLM that was found is not one this package was tested with."""
+
+
+class EngineFailed(AsyncPPError):
+    """The rank set of one epoch ended while it was needed.
+
+    Attributes:
+        rank: the rank that failed first, or None when the failure has no single rank.
+        epoch: the life of the rank set it happened in.
+        step: the number of the oldest step in flight at that moment, or None when idle.
+        request_ids: the requests that were open and were failed by it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        epoch: int = 0,
+        step: int | None = None,
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.epoch = epoch
+        self.step = step
+        self.request_ids = tuple(request_ids)
+
+    def __str__(self) -> str:
+        where = [f"rank {self.rank}"] if self.rank is not None else []
+        where.append(f"epoch {self.epoch}")
+        where.append(f"step {self.step}" if self.step is not None else "no step in flight")
+        return f"{self.args[0]} ({', '.join(where)})"
+
+
+class RankLost(EngineFailed):
+    """A rank process ended. `exit_status` says how, in words ("signal SIGKILL", "exit code 1")."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        exit_status: str = "unknown",
+        rank: int | None = None,
+        epoch: int = 0,
+        step: int | None = None,
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
+        self.exit_status = exit_status
+
+
+class RankError(EngineFailed):
+    """A rank raised. `traceback` is the rank's own, as text of bounded length."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        traceback: str = "",
+        rank: int | None = None,
+        epoch: int = 0,
+        step: int | None = None,
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
+        self.traceback = traceback
+
+
+class StartupError(EngineFailed):
+    """A rank did not become ready. `phase` is what it was doing ("spawn", "load", "kv_cache")."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        phase: str = "spawn",
+        rank: int | None = None,
+        epoch: int = 0,
+        step: int | None = None,
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
+        self.phase = phase
+
+
+class EngineClosed(AsyncPPError):
+    """The engine was closed while this call waited, or before it was made."""
+
+
+class WireError(AsyncPPError):
+    """A frame was refused before anything in it was decoded."""
+
+
+class BadFrame(WireError):
+    """Shape, order or content of a frame is wrong."""
+
+
+class BadSeal(WireError):
+    """The seal does not match the frame: damaged, forged, or meant for someone else."""
+
+
+class StaleEpoch(WireError):
+    """The frame belongs to another life of the rank set."""
+
+
+class LimitExceeded(WireError):
+    """The frame is larger than the limits allow."""
