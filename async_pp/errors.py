@@ -36,6 +36,7 @@ class EngineFailed(AsyncPPError):
     """The rank set of one epoch ended while it was needed.
 
     Attributes:
+        message: what happened, without the place.
         rank: the rank that failed first, or None when the failure has no single rank.
         epoch: the life of the rank set it happened in.
         step: the number of the oldest step in flight at that moment, or None when idle.
@@ -52,6 +53,7 @@ class EngineFailed(AsyncPPError):
         request_ids: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
+        self.message = message
         self.rank = rank
         self.epoch = epoch
         self.step = step
@@ -61,7 +63,7 @@ class EngineFailed(AsyncPPError):
         where = [f"rank {self.rank}"] if self.rank is not None else []
         where.append(f"epoch {self.epoch}")
         where.append(f"step {self.step}" if self.step is not None else "no step in flight")
-        return f"{self.args[0]} ({', '.join(where)})"
+        return f"{self.message} ({', '.join(where)})"
 
 
 class RankLost(EngineFailed):

@@ -1,0 +1,183 @@
+"""The rank: a plain blocking loop that receives, computes and answers on one thread.
+
+No asyncio here: a loop plus a compute thread in the rank cost eight times the reply latency in our measurements. Messages
+are taken in the order sent. The one exception is a step whose sampling was deferred by the engine: until its `Sample`
+arrives, whatever else arrives is held back, because the next step's forward pass would overwrite the state that the
+sampling needs.
+"""
+
+import os
+import pkgutil
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from async_pp.channel.protocol import RankChannel
+from async_pp.channel.zmq_rank import ZmqRankChannel
+from async_pp.ranks.runner import Runner
+from async_pp.wire.frames import NO_PAYLOAD, Envelope
+from async_pp.wire.limits import Limits
+from async_pp.wire.messages import (
+    Bye,
+    Call,
+    CallFailed,
+    CallReply,
+    Close,
+    Execute,
+    Hello,
+    Phase,
+    Sample,
+    StepFailed,
+    StepReply,
+)
+
+MAX_TEXT = 16_384
+"""Characters of a traceback that travel; its end names the error, so the beginning is cut."""
+
+
+class Bootstrap(msgspec.Struct, frozen=True):
+    """What a rank needs to find its engine; handed over an inherited pipe because it holds the key.
+
+    Attributes:
+        rank, ranks: this rank and the number of ranks.
+        output_rank: the rank whose answers carry the sampled tokens.
+        epoch: the life of the rank set it belongs to.
+        endpoint: where the engine listens.
+        key: 32 bytes that seal every frame between the two.
+        runner: dotted name "package.module:Class" of the Runner.
+    """
+
+    rank: int
+    ranks: int
+    output_rank: int
+    epoch: int
+    endpoint: str
+    key: bytes
+    runner: str
+
+    def encode(self) -> bytes:
+        """Bytes for the pipe."""
+        return msgspec.msgpack.encode(self)
+
+
+class _Closing(Exception):
+    """The engine asked for the end while a step waited for its sample message."""
+
+
+class RankLoop:
+    """The loop of one rank over its channel.
+
+    Args:
+        channel: the blocking end of the channel.
+        runner: what computes.
+        is_output: whether this rank answers every step.
+    """
+
+    def __init__(self, channel: RankChannel, runner: Runner, *, is_output: bool) -> None:
+        self._channel = channel
+        self._runner = runner
+        self._is_output = is_output
+        self._held: deque[Envelope] = deque()
+
+    def run(self) -> None:
+        """Serve until `Close` comes. An error of the runner is reported and the loop goes on: the engine decides."""
+        try:
+            while True:
+                envelope = self._held.popleft() if self._held else self._channel.recv()
+                match envelope.message:
+                    case Execute():
+                        self._execute(envelope.message, envelope)
+                    case Call(call=call):
+                        self._call(call, envelope)
+                    case Close():
+                        raise _Closing
+                    case other:
+                        raise RuntimeError(f"the engine sent {type(other).__name__} out of turn")
+        except _Closing:
+            self._runner.close()
+            self._channel.send(Bye(reason="closed"))
+
+    def _execute(self, message: Execute, envelope: Envelope) -> None:
+        try:
+            work, grammar = envelope.load()
+            answer = self._runner.execute(work)
+            if message.sample == "later":
+                # The message comes in any case; a step that needed no sampling only takes it off the wire.
+                grammar = self._await_sample(message.step)
+            if answer is None and message.sample != "none":
+                answer = self._runner.sample(grammar)
+        except Exception as error:
+            kind, text = describe(error)
+            self._channel.send(StepFailed(step=message.step, kind=kind, text=text))
+            return
+        if self._is_output or message.reply == "all":
+            self._channel.send(StepReply(step=message.step), answer)
+
+    def _await_sample(self, step: int) -> Any:
+        while True:
+            envelope = self._channel.recv()
+            match envelope.message:
+                case Sample(step=number) if number == step:
+                    return envelope.load()
+                case Close():
+                    raise _Closing
+                case _:
+                    self._held.append(envelope)
+
+    def _call(self, call: int, envelope: Envelope) -> None:
+        try:
+            answer = self._runner.call(envelope.load())
+        except Exception as error:
+            kind, text = describe(error)
+            self._send_failure(CallFailed(call=call, kind=kind, text=text), error)
+            return
+        try:
+            self._channel.send(CallReply(call=call), answer)
+        except Exception as error:  # an answer that cannot be pickled is the caller's error, not the rank's end
+            kind, text = describe(error)
+            self._channel.send(CallFailed(call=call, kind=kind, text=text))
+
+    def _send_failure(self, message: CallFailed, error: Exception) -> None:
+        try:
+            self._channel.send(message, error)
+        except Exception:  # an exception that cannot be pickled travels as text alone
+            self._channel.send(message, NO_PAYLOAD)
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """Class name and traceback text of an error, bounded, also for errors whose own text raises."""
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception as failure:
+        text = f"{type(error).__name__}: (its text could not be made: {type(failure).__name__})"
+    return type(error).__name__[:200], text[-MAX_TEXT:]
+
+
+def run(bootstrap: bytes) -> None:
+    """Entry of a rank process: connect, say hello, serve until told to close."""
+    boot = msgspec.msgpack.decode(bootstrap, type=Bootstrap)
+    channel = ZmqRankChannel(boot.endpoint, rank=boot.rank, epoch=boot.epoch, key=boot.key, limits=Limits())
+    try:
+        channel.send(Hello(pid=os.getpid()))
+        make: Callable[..., Runner] = pkgutil.resolve_name(boot.runner)
+        runner = make(boot.rank, boot.ranks, _phases(channel))
+        RankLoop(channel, runner, is_output=boot.rank == boot.output_rank).run()
+    finally:
+        channel.close()
+
+
+def _phases(channel: RankChannel) -> Callable[[str], None]:
+    """Report start-up phases with the seconds each took."""
+    since = time.monotonic()
+
+    def report(name: str) -> None:
+        nonlocal since
+        now = time.monotonic()
+        channel.send(Phase(name=name, seconds=now - since))
+        since = now
+
+    return report

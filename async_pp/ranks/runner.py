@@ -1,0 +1,41 @@
+"""What a rank runs: the interface between the rank's loop and the thing that computes.
+
+A runner lives on the rank's main thread and may block. The loop calls it in the order in which the engine sent things;
+it never calls it from two threads. `runner_main` of a rank process makes one from the dotted name in its bootstrap.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Report = Callable[[str], None]
+"""Called with the name of a start-up phase when that phase is done."""
+
+
+class Runner(Protocol):
+    """One rank's computation. Constructed as `Runner(rank, ranks, report)`."""
+
+    def execute(self, payload: Any) -> Any | None:
+        """Run one step. Returns its answer, or None when `sample` must follow for it."""
+
+    def sample(self, payload: Any) -> Any:
+        """Sample the step that `execute` left open, under this grammar bitmask (or None). Returns the step's answer."""
+
+    def call(self, function: Callable[[Any], Any]) -> Any:
+        """Apply `function` to this runner, between steps, and return what it returns."""
+
+    def close(self) -> None:
+        """Give resources back. Called once, at the end of the rank's life."""
+
+
+class OnWorker:
+    """A call for the worker behind a runner: picklable, and no method name crosses the wire as text.
+
+    Args:
+        function: takes the worker.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __call__(self, runner: Any) -> Any:
+        return self.function(runner.worker)

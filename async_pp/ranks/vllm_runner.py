@@ -1,0 +1,115 @@
+"""The runner that hosts one of vLLM's workers, unchanged, through vLLM's own worker wrapper.
+
+What is added around the worker, and nothing else: the CPU runner's missing hand-over buffer (see `_make_buffer`), the
+draft tokens of a speculative step, which travel with the step's own answer instead of being fetched by a later call
+that would find the next step's, and the wait for outputs that a device still copies.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from async_pp.ranks.runner import Report
+
+
+class VllmRunner:
+    """Runner of one vLLM worker.
+
+    Args:
+        rank: global rank; one node, so also the local rank.
+        ranks: number of ranks.
+        report: told when a start-up phase is done ("device", "load").
+    """
+
+    worker: WorkerWrapperBase
+
+    def __init__(self, rank: int, ranks: int, report: Report) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._report = report
+        self._takes_drafts = False
+
+    def start(self, vllm_config: VllmConfig, init_method: str, environment: Mapping[str, str]) -> None:
+        """Make the worker, initialise its device and process group, load the model.
+
+        Args:
+            vllm_config: the whole configuration, as the engine resolved it.
+            init_method: rendezvous of the process groups, an URL that torch.distributed understands.
+            environment: variables that the configuration set in the engine's process.
+        """
+        os.environ.update(environment)
+        parallel = vllm_config.parallel_config
+        self.worker = WorkerWrapperBase(rpc_rank=self._rank, global_rank=self._rank)
+        arguments: list[dict[str, Any]] = [{} for _ in range(self._ranks)]
+        arguments[self._rank] = {
+            "vllm_config": vllm_config,
+            "local_rank": self._rank,
+            "rank": self._rank,
+            "distributed_init_method": init_method,
+            "is_driver_worker": self._rank % parallel.tensor_parallel_size == 0,
+        }
+        self.worker.init_worker(arguments)
+        self.worker.init_device()
+        self._report("device")
+        self.worker.load_model()
+        self._make_buffer(vllm_config)
+        current_platform.update_block_size_for_backend(vllm_config)
+        last_stage = self._rank >= self._ranks - parallel.tensor_parallel_size
+        self._takes_drafts = (
+            vllm_config.speculative_config is not None
+            and not vllm_config.scheduler_config.async_scheduling
+            and last_stage
+        )
+        self._report("load")
+
+    def execute(self, payload: Any) -> Any | None:
+        """One forward pass; the answer is None when sampling must follow."""
+        output = self.worker.execute_model(payload)
+        return None if output is None else self._answer(output)
+
+    def sample(self, payload: Any) -> Any:
+        """Sample under the grammar bitmask."""
+        return self._answer(self.worker.sample_tokens(payload))
+
+    def call(self, function: Callable[[Any], Any]) -> Any:
+        """Apply `function` to this runner."""
+        return function(self)
+
+    def close(self) -> None:
+        """Shut the worker down and leave the process groups."""
+        if not hasattr(self, "worker"):
+            return
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        self.worker.shutdown()
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+    def _answer(self, output: Any) -> tuple[Any, Any]:
+        if isinstance(output, AsyncModelRunnerOutput):
+            output = output.get_output()
+        drafts = self.worker.take_draft_token_ids() if self._takes_drafts else None
+        return output, drafts
+
+    def _make_buffer(self, vllm_config: VllmConfig) -> None:
+        """Make the buffer that receives the former stage's hidden states, where the runner did not.
+
+        vLLM's CPU runner makes it during the warm-up's profile run, which eager mode skips; the first request would
+        then end the engine.
+        """
+        from vllm.distributed import get_pp_group
+
+        runner: Any = self.worker.worker.model_runner
+        if not current_platform.is_cpu() or get_pp_group().is_first_rank:
+            return
+        if getattr(runner, "intermediate_tensors", ()) is not None:
+            return
+        with set_current_vllm_config(vllm_config):
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
