@@ -1,0 +1,302 @@
+"""The executor: the rank set of one epoch, seen from the loop.
+
+It spawns the ranks, sends them steps and calls, and turns their answers into futures keyed by (step, rank) and
+(call, rank). It decides nothing: a lost rank or a failed step is reported once through `on_lost`, and every open future
+ends with the same error. Cancelling whoever awaits a future never cancels the step; its late answer is swallowed.
+"""
+
+import asyncio
+import itertools
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_pp.channel.pending import Pending
+from async_pp.channel.zmq_engine import ZmqEngineChannel
+from async_pp.core.gather import Scope
+from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, StartupError, WireError
+from async_pp.ranks.main import Bootstrap
+from async_pp.ranks.spawn import RankSpec, Zygote
+from async_pp.ranks.supervisor import Supervisor
+from async_pp.wire.frames import Envelope, Payload
+from async_pp.wire.limits import Limits
+from async_pp.wire.messages import (
+    Call,
+    CallFailed,
+    CallReply,
+    Close,
+    Execute,
+    Hello,
+    Phase,
+    Sample,
+    StepFailed,
+    StepReply,
+)
+
+CLOSE_DEADLINE_S = 5.0
+
+OnPhase = Callable[[str, int | None, float], None]
+"""Start-up progress: phase, rank (None: all of them), seconds it took."""
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Where the ranks of one node run.
+
+    Attributes:
+        output_rank: the rank whose answers carry the sampled tokens.
+        cpus: per rank the cores it is bound to, or None for unbound.
+        runner: dotted name of the Runner.
+    """
+
+    output_rank: int
+    cpus: Sequence[tuple[int, ...] | None]
+    runner: str
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.cpus)
+
+
+class RankExecutor:
+    """The rank set of one epoch.
+
+    Args:
+        layout: the ranks.
+        zygote: what forks them.
+        epoch: number of this life.
+        on_phase: told about start-up progress.
+        on_lost: told once, with the error, when the rank set cannot go on.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        zygote: Zygote,
+        *,
+        epoch: int,
+        on_phase: OnPhase,
+        on_lost: Callable[[EngineFailed], None],
+    ) -> None:
+        self.layout = layout
+        self.epoch = epoch
+        self.cause: Exception | None = None
+        self.rejected_frames = 0
+        self._zygote = zygote
+        self._on_phase = on_phase
+        self._on_lost = on_lost
+        self._steps: Pending[tuple[int, int], Any] = Pending()
+        self._calls: Pending[tuple[int, int], Any] = Pending()
+        self._hellos: Pending[int, int] = Pending()
+        self._numbers = itertools.count()
+        self._runtime_dir: Path | None = None
+        self._channel: ZmqEngineChannel | None = None
+        self._supervisor: Supervisor | None = None
+        self._phase = "spawn"
+
+    @property
+    def runtime_dir(self) -> Path:
+        """Private folder (mode 0700) of this epoch: socket and rendezvous files."""
+        if self._runtime_dir is None:
+            raise EngineClosed("the rank set has not been started")
+        return self._runtime_dir
+
+    async def start(self) -> None:
+        """Spawn the ranks and wait until each has said hello. On any failure nothing is left behind.
+
+        Raises:
+            StartupError: a rank ended before it said hello.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._runtime_dir = Path(tempfile.mkdtemp(prefix="async_pp-"))
+        keys = {rank: secrets.token_bytes(32) for rank in range(self.layout.ranks)}
+        self._channel = ZmqEngineChannel(
+            self._runtime_dir,
+            keys,
+            epoch=self.epoch,
+            limits=Limits(),
+            on_message=self._receive,
+            on_reject=self._reject,
+        )
+        await self._channel.start()
+        self._supervisor = Supervisor(on_death=self._rank_died)
+        hellos = [self._hellos.expect(rank) for rank in keys]
+        specs = [self._spec(rank, keys[rank]) for rank in keys]
+        for process in await asyncio.gather(*(self._zygote.spawn(spec) for spec in specs)):
+            self._supervisor.watch(process)
+        for hello in hellos:
+            await hello
+        self._on_phase("spawn", None, loop.time() - began)
+        self._phase = "load"
+
+    def _spec(self, rank: int, key: bytes) -> RankSpec:
+        assert self._channel is not None
+        boot = Bootstrap(
+            rank=rank,
+            ranks=self.layout.ranks,
+            output_rank=self.layout.output_rank,
+            epoch=self.epoch,
+            endpoint=self._channel.endpoint,
+            key=key,
+            runner=self.layout.runner,
+        )
+        return RankSpec(
+            rank=rank,
+            cpus=self.layout.cpus[rank],
+            env={},
+            target="async_pp.ranks.main:run",
+            bootstrap=boot.encode(),
+            name=f"async_pp rank {rank}",
+        )
+
+    def started(self) -> None:
+        """Start-up is over: from here on a dead rank is a `RankLost`, not a `StartupError`."""
+        self._phase = "running"
+
+    def execute(
+        self, step: int, work: Any, *, grammar: Any, sample: str, scope: Scope
+    ) -> list[tuple[int, asyncio.Future[Any]]]:
+        """Send a step to every rank. Returns the futures of the answers that the step waits for, by rank.
+
+        Args:
+            step: its number.
+            work: what the runners execute; encoded once for all ranks.
+            grammar: the bitmask, when `sample` is "now".
+            sample: "none", "now", or "later" when `release` will follow.
+            scope: who answers.
+        """
+        channel = self._open_channel()
+        ranks = [self.layout.output_rank] if scope is Scope.OUTPUT else list(range(self.layout.ranks))
+        futures = [(rank, self._steps.expect((step, rank))) for rank in ranks]
+        message = Execute(step=step, sample=sample, reply=scope.value)
+        payload = Payload.dump((work, grammar))
+        for rank in range(self.layout.ranks):
+            channel.send(rank, message, payload)
+        return futures
+
+    def release(self, step: int, grammar: Any) -> None:
+        """Send the deferred sample message of a step."""
+        channel = self._open_channel()
+        payload = Payload.dump(grammar)
+        for rank in range(self.layout.ranks):
+            channel.send(rank, Sample(step=step), payload)
+
+    async def call(self, function: Callable[[Any], Any], timeout_s: float | None = None) -> list[Any]:
+        """Apply `function` to every rank's runner, between steps. Returns the answers in rank order.
+
+        Raises:
+            Exception: what the first failing rank raised, with its traceback as a note, when all have answered.
+            TimeoutError: not all answered within `timeout_s` seconds; the call itself goes on in the ranks.
+            EngineFailed: the rank set was lost.
+        """
+        channel = self._open_channel()
+        number = next(self._numbers)
+        futures = [self._calls.expect((number, rank)) for rank in range(self.layout.ranks)]
+        payload = Payload.dump(function)
+        try:
+            for rank in range(self.layout.ranks):
+                channel.send(rank, Call(call=number), payload)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wait(futures)
+        finally:
+            for future in futures:
+                future.cancel()  # no effect on a future that is done; makes a tombstone of one that is not
+        return [future.result() for future in futures]
+
+    def lose(self, error: EngineFailed) -> None:
+        """End the epoch: every open future gets `error`, `on_lost` is told. Later causes change nothing."""
+        if self.cause is not None:
+            return
+        self.cause = error
+        for pending in (self._steps, self._calls, self._hellos):
+            pending.fail_all(error)
+        self._on_lost(error)
+
+    async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        """End every rank and remove every trace, within `deadline_s` seconds plus the kill. May be called again."""
+        if self.cause is None:
+            self.cause = EngineClosed("the engine was closed")
+            for pending in (self._steps, self._calls, self._hellos):
+                pending.fail_all(self.cause)
+            if self._channel is not None:
+                for rank in range(self.layout.ranks):
+                    self._channel.send_if_connected(rank, Close())
+        else:
+            deadline_s = min(deadline_s, 0.1)  # a lost rank set has nothing left to say: peers may sit in a collective
+        try:
+            if self._supervisor is not None:
+                await self._supervisor.stop(deadline_s)
+        finally:
+            self._dispose()
+
+    def kill(self) -> None:
+        """End every rank now, without waiting: for interpreters that are going down and second signals."""
+        self.cause = self.cause or EngineClosed("the engine was killed")
+        if self._supervisor is not None:
+            self._supervisor.kill()
+        self._dispose()
+
+    def _dispose(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        if self._runtime_dir is not None:
+            shutil.rmtree(self._runtime_dir, ignore_errors=True)
+
+    def _open_channel(self) -> ZmqEngineChannel:
+        if self.cause is not None:
+            raise self.cause
+        if self._channel is None:
+            raise EngineClosed("the rank set has not been started")
+        return self._channel
+
+    def _receive(self, rank: int, envelope: Envelope) -> None:
+        try:
+            self._take(rank, envelope)
+        except WireError as error:
+            self.lose(RankError(f"rank {rank} sent what cannot be read: {error}", rank=rank, epoch=self.epoch))
+
+    def _take(self, rank: int, envelope: Envelope) -> None:
+        match envelope.message:
+            case StepReply(step=step):
+                self._steps.resolve((step, rank), envelope.load())
+            case StepFailed(step=step, kind=kind, text=text):
+                self.lose(self._rank_error(rank, kind, text, step))
+            case CallReply(call=call):
+                self._calls.resolve((call, rank), envelope.load())
+            case CallFailed(call=call, kind=kind, text=text):
+                error = envelope.load() if envelope.has_payload else None
+                if not isinstance(error, Exception):
+                    error = self._rank_error(rank, kind, text, None)
+                error.add_note(f"on rank {rank}:\n{text}")
+                self._calls.reject((call, rank), error)
+            case Hello(pid=pid):
+                self._hellos.resolve(rank, pid)
+            case Phase(name=name, seconds=seconds):
+                self._on_phase(name, rank, seconds)
+
+    def _rank_error(self, rank: int, kind: str, text: str, step: int | None) -> RankError:
+        last = text.strip().rpartition("\n")[2] or kind
+        return RankError(f"rank {rank} raised {last}", traceback=text, rank=rank, epoch=self.epoch, step=step)
+
+    def _reject(self, rank: int | None, error: WireError) -> None:
+        self.rejected_frames += 1
+
+    def _rank_died(self, rank: int, status: str) -> None:
+        if self._phase == "running":
+            self.lose(RankLost(f"rank {rank} ended: {status}", exit_status=status, rank=rank, epoch=self.epoch))
+            return
+        message = f"rank {rank} ended during start-up ({self._phase}): {status}"
+        self.lose(StartupError(message, phase=self._phase, rank=rank, epoch=self.epoch))

@@ -1,0 +1,42 @@
+"""What the coroutines need of a scheduler, whoever provides it.
+
+vLLM's scheduler stands behind it in the engine; tests and simulations put a small one there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from async_pp.core.gather import Scope
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One micro-batch as the scheduler planned it.
+
+    Attributes:
+        requests: ids of the requests in it.
+        work: what every rank gets.
+        samples: whether sampling follows the forward pass.
+        pending_tokens: whether its grammar bitmask needs tokens of steps that are still in flight.
+        scope: the ranks whose answers the settle needs.
+    """
+
+    requests: Sequence[str]
+    work: Any
+    samples: bool
+    pending_tokens: bool
+    scope: Scope
+
+
+class SchedulerPort(Protocol):
+    """A scheduler. Called on the loop's thread only."""
+
+    def plan(self) -> Plan | None:
+        """The next micro-batch, or None when nothing could run now. None changes nothing that a rank must know."""
+
+    def bitmask(self, plan: Plan) -> Any:
+        """The grammar bitmask for the sampling of `plan`, or None. Called when no token it needs is pending."""
+
+    def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[Any]:
+        """Take the answers of a step, by rank. Returns what the streams shall be told."""

@@ -1,0 +1,30 @@
+"""The settler: hands a gathered step to the scheduler and what comes of it to the streams.
+
+It is called in dispatch order, on the loop's thread. Aborts need no queue here: they reach the scheduler the moment
+they are made, so that they are in force before any later settle.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from async_pp.core.pipeline import Step
+from async_pp.engine.ports import SchedulerPort
+
+
+class Settler:
+    """Settles steps.
+
+    Args:
+        scheduler: takes the answers.
+        emit: takes what the scheduler has for the streams.
+    """
+
+    def __init__(self, scheduler: SchedulerPort, emit: Callable[[Sequence[Any]], None]) -> None:
+        self._scheduler = scheduler
+        self._emit = emit
+
+    def settle(self, step: Step) -> None:
+        """Settle one gathered step."""
+        outputs = self._scheduler.settle(step.plan, step.gather.answers(), step.gather.output_rank)
+        if outputs:
+            self._emit(outputs)

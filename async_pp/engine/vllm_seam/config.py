@@ -1,0 +1,105 @@
+"""vLLM's configuration, made without leaving marks on the host program.
+
+Creating it writes environment variables (thread settings, preloads) that vLLM's own worker processes inherit. Here the
+writes are undone and handed to the ranks instead.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from async_pp.errors import ConfigError
+from async_pp.ranks.environment import split_cores
+
+BACKEND = "async_pp.engine.facade.PipelineExecutor"
+
+
+@contextmanager
+def captured_environment() -> Iterator[dict[str, str]]:
+    """Undo every change to the environment at the end; the dictionary then holds what was set."""
+    before = dict(os.environ)
+    written: dict[str, str] = {}
+    try:
+        yield written
+    finally:
+        written.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+        for name in written:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+        for name in before.keys() - os.environ.keys():
+            os.environ[name] = before[name]
+
+
+def make_config(args: AsyncEngineArgs, usage_context: Any) -> tuple[VllmConfig, dict[str, str]]:
+    """Resolve engine arguments. Returns the configuration and the environment that its ranks need.
+
+    Raises:
+        ConfigError: the arguments cannot work, in one line.
+    """
+    if not args.distributed_executor_backend:
+        args.distributed_executor_backend = BACKEND
+    elif args.distributed_executor_backend != BACKEND:
+        raise ConfigError(
+            f"--distributed-executor-backend {args.distributed_executor_backend!r} cannot be used here: "
+            "async_pp brings its own ranks; leave the option out"
+        )
+    with captured_environment() as written:
+        try:
+            config = args.create_engine_config(usage_context=usage_context)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, OSError, NotImplementedError, AssertionError, KeyError) as error:
+            raise ConfigError(_one_line(error)) from error
+    check(config)
+    return config, written
+
+
+def check(config: VllmConfig) -> None:
+    """Refuse what cannot work, before any rank starts.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1:
+        raise ConfigError("data parallel is not supported: start one server per replica")
+    if parallel.nnodes > 1:
+        raise ConfigError("more than one node is not supported: all ranks run on this machine")
+    if parallel.enable_elastic_ep:
+        raise ConfigError("elastic expert parallel is not supported")
+    text = config.model_config.hf_text_config
+    layers = getattr(text, "num_hidden_layers", None)
+    stages = parallel.pipeline_parallel_size
+    if layers is not None and stages > layers:
+        raise ConfigError(f"pipeline parallel size {stages} is greater than the model's {layers} layers")
+    transfer = config.kv_transfer_config
+    if transfer is not None and current_platform.is_cpu() and transfer.has_connector("OffloadingConnector"):
+        raise ConfigError("OffloadingConnector does not work on CPU: leave it out or run on a GPU")
+
+
+def cores(config: VllmConfig, environment: Mapping[str, str] = os.environ) -> list[tuple[int, ...] | None]:
+    """The cores of each rank: an even split of those allowed to this process, or what the user bound.
+
+    Only the CPU platform binds; elsewhere every rank is unbound.
+    """
+    ranks = config.parallel_config.world_size
+    if not current_platform.is_cpu():
+        return [None] * ranks
+    bind = environment.get("VLLM_CPU_OMP_THREADS_BIND")
+    return list(split_cores(ranks, sorted(os.sched_getaffinity(0)), bind=bind))
+
+
+def _one_line(error: Exception) -> str:
+    """The first sentence that says something: configuration errors of validators span many lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and "validation error" in lines[0]:  # the validator's headline names only the class
+        lines = lines[1:]
+    text = lines[0] if lines else type(error).__name__
+    return text.removeprefix("Value error, ").partition(" [type=")[0]
