@@ -134,13 +134,16 @@ class RankExecutor:
         await self._channel.start()
         self._supervisor = Supervisor(on_death=self._rank_died)
         hellos = [self._hellos.expect(rank) for rank in keys]
-        specs = [self._spec(rank, keys[rank]) for rank in keys]
-        for process in await asyncio.gather(*(self._zygote.spawn(spec) for spec in specs)):
-            self._supervisor.watch(process)
+        async with asyncio.TaskGroup() as tasks:
+            for rank, key in keys.items():
+                tasks.create_task(self._spawn(self._supervisor, self._spec(rank, key)))
         for hello in hellos:
             await hello
         self._on_phase("spawn", None, loop.time() - began)
         self._phase = "load"
+
+    async def _spawn(self, supervisor: Supervisor, spec: RankSpec) -> None:
+        supervisor.watch(await self._zygote.spawn(spec))
 
     def _spec(self, rank: int, key: bytes) -> RankSpec:
         assert self._channel is not None

@@ -60,11 +60,7 @@ class VllmRunner:
         self._make_buffer(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
         last_stage = self._rank >= self._ranks - parallel.tensor_parallel_size
-        self._takes_drafts = (
-            vllm_config.speculative_config is not None
-            and not vllm_config.scheduler_config.async_scheduling
-            and last_stage
-        )
+        self._takes_drafts = vllm_config.speculative_config is not None and last_stage
         self._report("load")
 
     def execute(self, payload: Any) -> Any | None:

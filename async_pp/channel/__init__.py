@@ -1,0 +1,1 @@
+"""Moving sealed frames between the engine's loop and the ranks."""

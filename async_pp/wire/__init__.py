@@ -1,0 +1,1 @@
+"""Bytes to values and back, without IO: messages, frames, the seal, the limits."""

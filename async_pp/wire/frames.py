@@ -1,0 +1,194 @@
+"""Frames: a message and its payload, sealed. The only module that pickles.
+
+A frame is a list of parts: header, message, payload parts, seal. The header holds magic, format version, direction,
+rank, epoch, sequence number and the length of every part that follows. The seal is HMAC-SHA256 over all of it with a
+key that only this engine and this rank have. It is checked before anything is decoded: workers exchange pickles, and a
+pickle of a stranger runs code.
+
+Sequence numbers make a replayed, dropped or reordered frame a refused one. A refused frame changes no state.
+
+Payloads are pickled with protocol 5: large buffers travel as parts of their own and are not copied.
+"""
+
+import hmac
+import io
+import pickle
+import struct
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Final
+
+import cloudpickle
+import msgspec
+
+from async_pp.errors import BadFrame, BadSeal, LimitExceeded, StaleEpoch
+from async_pp.wire.limits import Limits
+from async_pp.wire.messages import FromRank, Message, ToRank
+
+Part = bytes | bytearray | memoryview
+
+MAGIC: Final = b"APP1"
+KEY_BYTES: Final = 32
+SEAL_BYTES: Final = 32
+_HEAD: Final = struct.Struct("<4sBIQQI")  # magic, direction, rank, epoch, sequence, number of parts that follow
+_LENGTH: Final = struct.Struct("<Q")
+
+
+class Direction(Enum):
+    """Which way a frame goes."""
+
+    TO_RANK = 1
+    FROM_RANK = 2
+
+
+_DECODERS: Final = {
+    Direction.TO_RANK: msgspec.msgpack.Decoder(ToRank),
+    Direction.FROM_RANK: msgspec.msgpack.Decoder(FromRank),
+}
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+class Payload:
+    """An object encoded for the wire: once, for however many ranks it goes to."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
+
+    @classmethod
+    def dump(cls, value: Any) -> "Payload":
+        """Encode a value. Functions of the host's main module and lambdas are encoded by value."""
+        buffers: list[pickle.PickleBuffer] = []
+        try:
+            head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            buffers.clear()
+            sink = io.BytesIO()
+            cloudpickle.Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(value)
+            head = sink.getvalue()
+        return cls([head, *(buffer.raw() for buffer in buffers)])
+
+
+NO_PAYLOAD: Final = Payload(())
+
+
+class Envelope:
+    """A message that came, with its payload still encoded.
+
+    Attributes:
+        message: what it says.
+    """
+
+    __slots__ = ("_parts", "message")
+
+    def __init__(self, message: Message, parts: Sequence[Part]) -> None:
+        self.message = message
+        self._parts = parts
+
+    @property
+    def has_payload(self) -> bool:
+        """Whether something travels with the message."""
+        return bool(self._parts)
+
+    def load(self) -> Any:
+        """Decode the payload. Raises BadFrame when there is none, or when it cannot be decoded."""
+        if not self._parts:
+            raise BadFrame(f"{type(self.message).__name__} came without the payload it needs")
+        try:
+            return pickle.loads(self._parts[0], buffers=self._parts[1:])
+        except Exception as error:
+            raise BadFrame(f"the payload of {type(self.message).__name__} cannot be decoded: {error!r}") from error
+
+
+class _Side:
+    """What both ends of one direction share."""
+
+    def __init__(self, key: bytes, *, epoch: int, direction: Direction, rank: int, limits: Limits) -> None:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        self._mac = hmac.new(key, digestmod="sha256")
+        self._epoch = epoch
+        self._direction = direction
+        self._rank = rank
+        self._limits = limits
+        self._sequence = 0
+
+    def _digest(self, parts: Sequence[Part]) -> bytes:
+        mac = self._mac.copy()
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
+
+
+class Sealer(_Side):
+    """Makes the frames of one direction to or from one rank, in order."""
+
+    def seal(self, message: Message, payload: Any = NO_PAYLOAD) -> list[Part]:
+        """Frame a message. `payload` is a value, or a `Payload` that is encoded already.
+
+        Raises:
+            LimitExceeded: the frame would be refused by the other side; nothing was counted.
+        """
+        body = payload.parts if isinstance(payload, Payload) else Payload.dump(payload).parts
+        parts: list[Part] = [_ENCODER.encode(message), *body]
+        lengths = [len(parts[0]), *(memoryview(part).nbytes for part in body)]
+        _check_limits(lengths, self._limits)
+        head = _HEAD.pack(MAGIC, self._direction.value, self._rank, self._epoch, self._sequence, len(parts))
+        frame: list[Part] = [head + b"".join(map(_LENGTH.pack, lengths)), *parts]
+        frame.append(self._digest(frame))
+        self._sequence += 1
+        return frame
+
+
+class Opener(_Side):
+    """Checks and opens the frames of one direction to or from one rank, in order."""
+
+    def open(self, parts: Sequence[Part]) -> Envelope:
+        """Check a frame and return what it says.
+
+        Raises:
+            LimitExceeded: too many parts, or too large; refused before the seal is computed.
+            BadSeal: the seal does not match.
+            StaleEpoch: sealed right, for another epoch.
+            BadFrame: sealed right, but of the wrong shape, direction, rank, order or content.
+        """
+        if len(parts) < 3:
+            raise BadFrame(f"a frame has at least 3 parts, not {len(parts)}")
+        *signed, seal = parts
+        lengths = [memoryview(part).nbytes for part in signed[1:]]
+        _check_limits(lengths, self._limits)
+        if not hmac.compare_digest(self._digest(signed), bytes(seal[: SEAL_BYTES + 1])):
+            raise BadSeal("the seal does not match")
+        self._check_head(bytes(signed[0]), lengths)
+        try:
+            message = _DECODERS[self._direction].decode(signed[1])
+        except msgspec.MsgspecError as error:
+            raise BadFrame(f"the message cannot be decoded: {error}") from error
+        self._sequence += 1
+        return Envelope(message, signed[2:])
+
+    def _check_head(self, head: bytes, lengths: Sequence[int]) -> None:
+        """The header of a frame whose seal is right. The lengths in it fix where each part ends."""
+        if len(head) != _HEAD.size + _LENGTH.size * len(lengths):
+            raise BadFrame("the header does not fit the parts")
+        magic, direction, rank, epoch, sequence, count = _HEAD.unpack_from(head)
+        if magic != MAGIC:
+            raise BadFrame(f"unknown format {magic!r}: the other side runs another version")
+        if epoch != self._epoch:
+            raise StaleEpoch(f"a frame of epoch {epoch} came in epoch {self._epoch}")
+        if (direction, rank, sequence) != (self._direction.value, self._rank, self._sequence):
+            raise BadFrame(f"frame {sequence} of rank {rank}, direction {direction} is out of place")
+        declared = [length for (length,) in _LENGTH.iter_unpack(head[_HEAD.size :])]
+        if count != len(lengths) or declared != list(lengths):
+            raise BadFrame("the header does not fit the parts")
+
+
+def _check_limits(lengths: Sequence[int], limits: Limits) -> None:
+    message, *payload = lengths
+    if len(payload) > limits.max_parts:
+        raise LimitExceeded(f"{len(payload)} payload parts are more than {limits.max_parts}")
+    if message > limits.max_message_bytes:
+        raise LimitExceeded(f"a message of {message} bytes is larger than {limits.max_message_bytes}")
+    if sum(payload) > limits.max_payload_bytes:
+        raise LimitExceeded(f"a payload of {sum(payload)} bytes is larger than {limits.max_payload_bytes}")

@@ -1,0 +1,91 @@
+"""The messages between the engine and a rank, as one tagged union.
+
+A message says what is meant; what it carries (a scheduler's plan, a callable, an answer) travels beside it as payload
+parts of the same frame and is decoded only when somebody asks for it.
+"""
+
+from typing import Literal
+
+import msgspec
+
+SampleMode = Literal["none", "now", "later"]
+"""Whether a step samples: not at all, right after its forward pass, or when its `Sample` comes."""
+
+ReplyScope = Literal["output", "all"]
+"""Which ranks answer a step: the output rank alone, or every rank."""
+
+
+class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):
+    """To a rank: run one step. Payload: (plan, grammar bitmask or None)."""
+
+    step: int
+    sample: SampleMode
+    reply: ReplyScope
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
+    """To a rank: sample the step that was sent with "later". Payload: grammar bitmask or None."""
+
+    step: int
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """To a rank: apply a callable to the runner. Payload: the callable."""
+
+    call: int
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    """To a rank: end."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """From a rank: it is connected."""
+
+    pid: int
+
+
+class Phase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):
+    """From a rank: a start-up phase is done, after so many seconds."""
+
+    name: str
+    seconds: float
+
+
+class StepReply(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """From a rank: a step's answer. Payload: the answer."""
+
+    step: int
+
+
+class StepFailed(msgspec.Struct, frozen=True, array_like=True, tag="step-failed"):
+    """From a rank: a step raised. `kind` is the error's class name, `text` its traceback."""
+
+    step: int
+    kind: str
+    text: str
+
+
+class CallReply(msgspec.Struct, frozen=True, array_like=True, tag="called"):
+    """From a rank: a call's answer. Payload: the answer."""
+
+    call: int
+
+
+class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag="call-failed"):
+    """From a rank: a call raised. Payload: the exception, when it could be pickled."""
+
+    call: int
+    kind: str
+    text: str
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """From a rank: its last message."""
+
+    reason: str
+
+
+ToRank = Execute | Sample | Call | Close
+FromRank = Hello | Phase | StepReply | StepFailed | CallReply | CallFailed | Bye
+Message = ToRank | FromRank
