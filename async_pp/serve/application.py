@@ -1,0 +1,135 @@
+"""vLLM's HTTP application on our engine. Imports vLLM, so it is itself imported late."""
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
+from vllm.entrypoints.launchers.utils.constants import H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
+from vllm.platforms import current_platform
+from vllm.utils.system_utils import set_ulimit
+
+from async_pp.engine.client import AsyncPPEngine
+from async_pp.errors import ConfigError
+from async_pp.serve import defaults, support
+from async_pp.serve.display import Display, curl_line
+from async_pp.serve.http import Application
+from async_pp.serve.lifecycle import Service
+from async_pp.serve.preflight import Preflight
+
+
+def configure(args: Namespace, preflight: Preflight, model: str | None) -> AsyncEngineArgs:
+    """Engine arguments from parsed flags, with this server's defaults filled in and the unsupported refused.
+
+    Args:
+        args: the namespace of vLLM's parser; filled in, in place.
+        preflight: what was known before.
+        model: the folder of an embedded model, or None when the user named another one.
+
+    Raises:
+        ConfigError: an unsupported feature was asked for.
+    """
+    support.check(vars(args))
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise ConfigError("VLLM_USE_RUST_FRONTEND is not supported: unset it, this server brings its own front end")
+    defaults.apply(
+        args,
+        preflight.given,
+        model=preflight.model,
+        on_cpu=current_platform.is_cpu(),
+        fast_bf16=defaults.has_fast_bf16(),
+    )
+    args.model = model or args.model
+    args.api_server_count = None
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    propagate_flash_late_interaction(args, engine_args)
+    return engine_args
+
+
+def make_service(args: Namespace, engine: AsyncPPEngine, preflight: Preflight, show: Display) -> Service:
+    """Put routes, HTTP settings and engine together. Nothing is started."""
+    routes: list[str] = []
+
+    async def application() -> Application:
+        app = await _application(args, engine)
+        routes.append(await _route(engine))
+        return app
+
+    def announce() -> None:
+        name = args.served_model_name[0] if args.served_model_name else args.model
+        curl = curl_line(preflight.address, name, route=routes[0], api_key=bool(args.api_key))
+        show.serving(preflight.address, curl)
+
+    return Service(
+        engine=engine,
+        application=application,
+        http=functools.partial(_http_config, args),
+        abort_all=functools.partial(abort_all, engine),
+        announce=announce,
+        beside=functools.partial(_watch_certificates, args),
+        drain_s=float(args.shutdown_timeout),
+    )
+
+
+async def _application(args: Namespace, engine: AsyncPPEngine) -> Application:
+    tasks = await engine.get_supported_tasks()
+    await engine.reset_mm_cache()  # profiling may have left dummy data in it
+    app = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    # vLLM's error handler ends the server it finds here as soon as the engine is dead; ours first lets errors get out.
+    app.state.server = SimpleNamespace(should_exit=False)
+    served: Application = app
+    return served
+
+
+async def _route(engine: AsyncPPEngine) -> str:
+    """The route to try first: see `display.curl_line`."""
+    tasks = await engine.get_supported_tasks()
+    if "generate" in tasks:
+        tokenizer = engine.get_tokenizer() if not engine.model_config.skip_tokenizer_init else None
+        return "chat" if getattr(tokenizer, "chat_template", None) else "completions"
+    return "embeddings" if "embed" in tasks else "models"
+
+
+async def abort_all(engine: AsyncPPEngine) -> None:
+    """Abort every open request; each stream ends with finish reason "abort"."""
+    open_requests = list(engine.output_processor.request_states)
+    if open_requests:
+        await engine.abort(open_requests, internal=True)
+
+
+def _http_config(args: Namespace, application: Application) -> uvicorn.Config:
+    set_ulimit()  # one file descriptor per connection
+    more: dict[str, Any] = {}
+    if (log_config := get_uvicorn_log_config(args)) is not None:
+        more["log_config"] = log_config
+    tls: Mapping[str, Any] = {
+        name: getattr(args, name)
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
+    }
+    return uvicorn.Config(
+        application,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size or H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
+        **tls,
+        **more,
+    )
+
+
+def _watch_certificates(args: Namespace, config: uvicorn.Config) -> Callable[[], None]:
+    if not (args.enable_ssl_refresh and config.ssl):
+        return lambda: None
+    watcher = SSLCertRefresher(config.ssl, args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs)
+    stop: Callable[[], None] = watcher.stop
+    return stop
