@@ -67,7 +67,7 @@ class AsyncPPEngine(AsyncLLM):
         self._stat_loggers = stat_loggers or []
         self._zygote = zygote
         self._on_phase = on_phase
-        self._streams = Streams()
+        self._streams = Streams(on_end=self._end_requests)
         self._ranks: RankExecutor | None = None
         self._scheduler: VllmScheduler | None = None
         self._stepping: Stepping | None = None
@@ -214,6 +214,9 @@ class AsyncPPEngine(AsyncLLM):
         if self._stepping is not None:
             self._stepping.wake()
 
+    def _end_requests(self, error: BaseException) -> None:
+        self.output_processor.propagate_error(error)
+
     def _lost(self, error: EngineFailed) -> None:
         """The executor lost its ranks. Before stepping has begun the start itself fails with the same error."""
         if self._stepping is not None:
@@ -256,7 +259,9 @@ class AsyncPPEngine(AsyncLLM):
     async def _close_front_end(self) -> None:
         handler = getattr(self, "output_handler", None)
         if handler is not None:
-            await asyncio.wait([handler])  # it has the end in its queue: it tells every open request, then ends
+            if not handler.done():
+                await self._streams.ended()
+            await _cancelled(handler)
         if self._scheduler is not None:
             scheduler, self._scheduler = self._scheduler, None
             scheduler.close()

@@ -67,7 +67,7 @@ class InProcessClient(EngineCoreClient):
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """The next outputs. Raises the cause after the end."""
+        """The next outputs."""
         return await self._streams.get()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:

@@ -24,6 +24,7 @@ PRELOAD = (
     "vllm.lora.request",
     "async_pp.ranks.main",
     "async_pp.ranks.vllm_runner",
+    "async_pp.engine.facade",
 )
 """Modules a zygote imports before it forks: what every rank would import."""
 

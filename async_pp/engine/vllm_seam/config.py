@@ -5,6 +5,7 @@ writes are undone and handed to the ranks instead.
 """
 
 import os
+import pkgutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from async_pp.errors import ConfigError
 from async_pp.ranks.environment import split_cores
 
 BACKEND = "async_pp.engine.facade.PipelineExecutor"
+"""Dotted name of the executor that a configuration for our ranks names."""
 
 
 @contextmanager
@@ -43,13 +45,13 @@ def make_config(args: AsyncEngineArgs, usage_context: Any) -> tuple[VllmConfig, 
     Raises:
         ConfigError: the arguments cannot work, in one line.
     """
-    if not args.distributed_executor_backend:
-        args.distributed_executor_backend = BACKEND
-    elif args.distributed_executor_backend != BACKEND:
+    backend = pkgutil.resolve_name(BACKEND)
+    if args.distributed_executor_backend not in (None, BACKEND, backend):
         raise ConfigError(
-            f"--distributed-executor-backend {args.distributed_executor_backend!r} cannot be used here: "
+            f"--distributed-executor-backend {args.distributed_executor_backend} cannot be used here: "
             "async_pp brings its own ranks; leave the option out"
         )
+    args.distributed_executor_backend = backend  # the class: vLLM asks it, not its name, whether it can do pipelines
     with captured_environment() as written:
         try:
             config = args.create_engine_config(usage_context=usage_context)
