@@ -139,10 +139,9 @@ class AsyncPPEngine(AsyncLLM):
         )
         self._ranks = RankExecutor(layout, self._zygote, epoch=0, on_phase=self._on_phase, on_lost=self._lost)
         await self._ranks.start()
-        rendezvous = f"file://{self._ranks.runtime_dir}/rendezvous"
         async with asyncio.TaskGroup() as tasks:  # the front end is built while the ranks load
             front = tasks.create_task(asyncio.to_thread(_front_end, config, self.log_stats))
-            tasks.create_task(self._ranks.call(methodcaller("start", config, rendezvous, written)))
+            tasks.create_task(self._ranks.call(methodcaller("start", config, self._ranks.rendezvous, written)))
         since = loop.time()
         self._on_phase("load", None, since - began)
         make_executor = partial(self._bridge, threading.get_ident())

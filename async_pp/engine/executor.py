@@ -39,6 +39,8 @@ from async_pp.wire.messages import (
 
 CLOSE_DEADLINE_S = 5.0
 
+SHARED_MEMORY = Path("/dev/shm")
+
 OnPhase = Callable[[str, int | None, float], None]
 """Start-up progress: phase, rank (None: all of them), seconds it took."""
 
@@ -165,9 +167,18 @@ class RankExecutor:
             name=f"async_pp rank {rank}",
         )
 
+    @property
+    def rendezvous(self) -> str:
+        """URL of the file over which the ranks' process groups find each other.
+
+        Its last component names the shared memory that the workers make, so it is unique to this epoch.
+        """
+        return f"file://{self.runtime_dir / self.runtime_dir.name}"
+
     def started(self) -> None:
         """Start-up is over: from here on a dead rank is a `RankLost`, not a `StartupError`."""
         self._phase = "running"
+        self._unlink_shared_memory()
 
     def execute(
         self, step: int, work: Any, *, grammar: Any, sample: str, scope: Scope
@@ -256,7 +267,13 @@ class RankExecutor:
         if self._channel is not None:
             self._channel.close()
         if self._runtime_dir is not None:
+            self._unlink_shared_memory()
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
+
+    def _unlink_shared_memory(self) -> None:
+        """Take the names away: once every rank has mapped it the memory lives without, and no death can leave it."""
+        for path in SHARED_MEMORY.glob(f"{self.runtime_dir.name}-*"):
+            path.unlink(missing_ok=True)
 
     def _open_channel(self) -> ZmqEngineChannel:
         if self.cause is not None:

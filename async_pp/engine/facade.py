@@ -149,8 +149,7 @@ def _no_phase(phase: str, rank: int | None, seconds: float) -> None:
 async def _start(owned: _Owned, config: Any, environment: dict[str, str]) -> None:
     await owned.zygote.start(environment, PRELOAD)
     await owned.ranks.start()
-    rendezvous = f"file://{owned.ranks.runtime_dir}/rendezvous"
-    await owned.ranks.call(methodcaller("start", config, rendezvous, {}))
+    await owned.ranks.call(methodcaller("start", config, owned.ranks.rendezvous, {}))
     owned.ranks.started()
 
 
