@@ -87,7 +87,10 @@ class _Zygote:
                 return
 
     def _serve(self) -> bool:
-        request, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, 2)
+        try:
+            request, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, 2)
+        except ConnectionResetError:  # closed with an answer of ours unread
+            return False
         if not request:
             return False
         bootstrap, lifeline = fds
