@@ -61,9 +61,14 @@ class ZmqEngineChannel:
         self._on_reject = on_reject
         self._ranks = {identity(epoch, rank): rank for rank in keys}
         self._identities = {rank: name for name, rank in self._ranks.items()}
-        sides = {"epoch": epoch, "limits": limits}
-        self._sealers = {r: Sealer(k, rank=r, direction=Direction.TO_RANK, **sides) for r, k in keys.items()}
-        self._openers = {r: Opener(k, rank=r, direction=Direction.FROM_RANK, **sides) for r, k in keys.items()}
+        self._sealers = {
+            rank: Sealer(key, epoch=epoch, direction=Direction.TO_RANK, rank=rank, limits=limits)
+            for rank, key in keys.items()
+        }
+        self._openers = {
+            rank: Opener(key, epoch=epoch, direction=Direction.FROM_RANK, rank=rank, limits=limits)
+            for rank, key in keys.items()
+        }
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,9 +1,9 @@
 """The window: the steps in flight, oldest first, never more than the slots there are.
 
 A slot is the right to have one step in flight. The shell hands out slots as tokens from a bounded queue and takes one
-*before* it plans (a queue of futures would let depth + 2 steps in flight, and workers size their recycled buffers by the
-depth). The window is the other half: it holds the order of dispatch, in which steps must settle, and it refuses a step
-for which no slot can be free.
+*before* it plans (a queue of futures would let depth + 2 steps in flight, and workers size their recycled buffers by
+the depth). The window is the other half: it holds the order of dispatch, in which steps must settle, and it refuses a
+step for which no slot can be free.
 """
 
 from collections.abc import Iterator

@@ -76,7 +76,7 @@ class AsyncPPEngine(AsyncLLM):
         self._closed = False
 
     @classmethod
-    def from_engine_args(  # type: ignore[override]
+    def from_engine_args(
         cls,
         engine_args: AsyncEngineArgs,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
@@ -206,7 +206,7 @@ class AsyncPPEngine(AsyncLLM):
         assert self._stepping is not None
         try:
             await self._stepping.run()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever ended the steps ends the engine, and is told
             self._die(error)
 
     def _wake(self) -> None:

@@ -205,7 +205,7 @@ class InProcessClient(EngineCoreClient):
 
     async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
         """What the model can do; asked once, at start."""
-        return self._core.model_executor.supported_tasks
+        return tuple(self._core.model_executor.supported_tasks)
 
     async def profile_async(
         self,
@@ -243,7 +243,7 @@ class InProcessClient(EngineCoreClient):
     async def collective_rpc_async(
         self,
         method: str | Callable[..., Any],
-        timeout: float | None = None,  # noqa: ASYNC109 - the signature is vLLM's
+        timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:

@@ -33,6 +33,7 @@ from async_pp.wire.messages import (
     Hello,
     Phase,
     Sample,
+    SampleMode,
     StepFailed,
     StepReply,
 )
@@ -181,7 +182,7 @@ class RankExecutor:
         self._unlink_shared_memory()
 
     def execute(
-        self, step: int, work: Any, *, grammar: Any, sample: str, scope: Scope
+        self, step: int, work: Any, *, grammar: Any, sample: SampleMode, scope: Scope
     ) -> list[tuple[int, asyncio.Future[Any]]]:
         """Send a step to every rank. Returns the futures of the answers that the step waits for, by rank.
 
@@ -195,7 +196,7 @@ class RankExecutor:
         channel = self._open_channel()
         ranks = [self.layout.output_rank] if scope is Scope.OUTPUT else list(range(self.layout.ranks))
         futures = [(rank, self._steps.expect((step, rank))) for rank in ranks]
-        message = Execute(step=step, sample=sample, reply=scope.value)
+        message = Execute(step=step, sample=sample, reply="all" if scope is Scope.ALL else "output")
         payload = Payload.dump((work, grammar))
         for rank in range(self.layout.ranks):
             channel.send(rank, message, payload)

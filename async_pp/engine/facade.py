@@ -10,7 +10,7 @@ ranks at once, and each future is resolved by what the output rank answers to th
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from operator import methodcaller
 from typing import Any
@@ -25,6 +25,7 @@ from async_pp.engine.vllm_seam.version import check
 from async_pp.errors import EngineFailed
 from async_pp.ranks.environment import PRELOAD, rank_environment
 from async_pp.ranks.spawn import Zygote
+from async_pp.wire.messages import SampleMode
 
 RUNNER = "async_pp.ranks.vllm_runner:VllmRunner"
 
@@ -66,7 +67,7 @@ class PipelineExecutor(BridgeExecutor):
         samples = scheduler_output.total_num_scheduled_tokens > 0 and self.model_config.runner_type != "pooling"
         number = self._next_step
         self._next_step += 1
-        sample = "later" if samples else "none"
+        sample: SampleMode = "later" if samples else "none"
         answered = self.submit(self._execute(number, scheduler_output, sample))
         if not samples:
             return answered if non_block else answered.result()
@@ -92,7 +93,7 @@ class PipelineExecutor(BridgeExecutor):
         """End the ranks and the thread. May be called again."""
         self._finalizer()
 
-    async def _execute(self, number: int, scheduler_output: Any, sample: str) -> Any:
+    async def _execute(self, number: int, scheduler_output: Any, sample: SampleMode) -> Any:
         aggregators = [a for a in (self.kv_output_aggregator, self.ec_output_aggregator) if a is not None]
         scope = Scope.ALL if aggregators else Scope.OUTPUT
         futures = self._ranks.execute(number, scheduler_output, grammar=None, sample=sample, scope=scope)

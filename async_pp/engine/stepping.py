@@ -14,7 +14,7 @@ from async_pp.engine.executor import RankExecutor
 from async_pp.engine.planner import Planner
 from async_pp.engine.ports import Plan, SchedulerPort
 from async_pp.engine.settler import Settler
-from async_pp.errors import EngineFailed
+from async_pp.wire.messages import SampleMode
 
 
 class Stepping:
@@ -80,9 +80,7 @@ class Stepping:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._planner.run(), name="async_pp planner")
-        except* EngineFailed as group:
-            raise _first(group) from None
-        except* Exception as group:
+        except* Exception as group:  # noqa: BLE001 - unpacked, not swallowed
             raise _first(group) from None
 
     def lose(self, cause: BaseException) -> tuple[Step, ...]:
@@ -124,7 +122,7 @@ class Stepping:
     def _dispatch(self, step: Step, deferred: bool) -> None:
         assert self._tasks is not None
         plan: Plan = step.plan
-        sample = "none" if not plan.samples else "later" if deferred else "now"
+        sample: SampleMode = "none" if not plan.samples else "later" if deferred else "now"
         grammar = self._scheduler.bitmask(plan) if sample == "now" else None
         futures = self._executor.execute(step.number, plan.work, grammar=grammar, sample=sample, scope=plan.scope)
         for rank, answer in futures:  # one coroutine per answer: each is folded the moment it comes

@@ -1,15 +1,15 @@
-"""What a rank process needs of its environment to compute at full speed on CPUs, found without importing anything heavy.
+"""What a rank process needs of its environment to compute at full speed on CPUs, found without heavy imports.
 
-An OpenMP runtime reads its settings when it is loaded, and a preloaded allocator must be there at exec. A rank is forked
-from a zygote, so the zygote must be exec'ed with what a spawned worker would get: trials with forked ranks that lacked
-it lost 20 to 45 % of the tokens per second.
+An OpenMP runtime reads its settings when it is loaded, and a preloaded allocator must be there at exec. A rank is
+forked from a zygote, so the zygote must be exec'ed with what a spawned worker would get: trials with forked ranks that
+lacked it lost 20 to 45 % of the tokens per second.
 """
 
-import glob
 import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from async_pp.errors import ConfigError
@@ -79,7 +79,7 @@ def split_cores(ranks: int, allowed: Sequence[int], bind: str | None = None) -> 
     if len(allowed) < ranks:
         return [(allowed[rank % len(allowed)],) for rank in range(ranks)]
     bounds = [len(allowed) * rank // ranks for rank in range(ranks + 1)]
-    return [tuple(allowed[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [tuple(allowed[low:high]) for low, high in pairwise(bounds)]
 
 
 def _core_list(text: str, whole: str) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def _preloads(present: str) -> str:
     """LD_PRELOAD with PyTorch's OpenMP runtime, so that PyTorch and vLLM share one, and vLLM's allocator."""
     wanted: list[str] = []
     if not any(name in present for name in ("libomp", "libgomp", "libiomp")):
-        wanted += _first_library("torch", ("../torch.libs/libgomp*.so*", "lib/libgomp*.so*"))
+        wanted += _first_library("torch", ("lib/libgomp*.so*",))
     if "libtcmalloc" not in present:
         wanted = _first_library("vllm", ("libs/libtcmalloc_minimal*.so*", "libs/libtcmalloc.so*")) + wanted
     return ":".join([*wanted, *filter(None, [present])])
@@ -110,6 +110,6 @@ def _first_library(package: str, patterns: Sequence[str]) -> list[str]:
     if spec is None or spec.origin is None:
         return []
     for pattern in patterns:
-        if found := sorted(glob.glob(str(Path(spec.origin).parent / pattern))):
-            return [os.path.realpath(found[0])]
+        if found := sorted(Path(spec.origin).parent.glob(pattern)):
+            return [str(found[0].resolve())]
     return []

@@ -1,9 +1,9 @@
 """The rank: a plain blocking loop that receives, computes and answers on one thread.
 
-No asyncio here: a loop plus a compute thread in the rank cost eight times the reply latency in our measurements. Messages
-are taken in the order sent. The one exception is a step whose sampling was deferred by the engine: until its `Sample`
-arrives, whatever else arrives is held back, because the next step's forward pass would overwrite the state that the
-sampling needs.
+No asyncio here: a loop plus a compute thread in the rank cost eight times the reply latency in our measurements.
+Messages are taken in the order sent. The one exception is a step whose sampling was deferred by the engine: until its
+`Sample` arrives, whatever else arrives is held back, because the next step's forward pass would overwrite the state
+that the sampling needs.
 """
 
 import os
@@ -110,7 +110,7 @@ class RankLoop:
                 grammar = self._await_sample(message.step)
             if answer is None and message.sample != "none":
                 answer = self._runner.sample(grammar)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine decides
             kind, text = describe(error)
             self._channel.send(StepFailed(step=message.step, kind=kind, text=text))
             return
@@ -131,20 +131,20 @@ class RankLoop:
     def _call(self, call: int, envelope: Envelope) -> None:
         try:
             answer = self._runner.call(envelope.load())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
             kind, text = describe(error)
             self._send_failure(CallFailed(call=call, kind=kind, text=text), error)
             return
         try:
             self._channel.send(CallReply(call=call), answer)
-        except Exception as error:  # an answer that cannot be pickled is the caller's error, not the rank's end
+        except Exception as error:  # noqa: BLE001 - an answer that cannot be pickled is the caller's error
             kind, text = describe(error)
             self._channel.send(CallFailed(call=call, kind=kind, text=text))
 
     def _send_failure(self, message: CallFailed, error: Exception) -> None:
         try:
             self._channel.send(message, error)
-        except Exception:  # an exception that cannot be pickled travels as text alone
+        except Exception:  # noqa: BLE001 - an exception that cannot be pickled travels as text alone
             self._channel.send(message, NO_PAYLOAD)
 
 
@@ -152,7 +152,7 @@ def describe(error: BaseException) -> tuple[str, str]:
     """Class name and traceback text of an error, bounded, also for errors whose own text raises."""
     try:
         text = "".join(traceback.format_exception(error))
-    except Exception as failure:
+    except Exception as failure:  # noqa: BLE001 - an error whose text raises is still an error
         text = f"{type(error).__name__}: (its text could not be made: {type(failure).__name__})"
     return type(error).__name__[:200], text[-MAX_TEXT:]
 

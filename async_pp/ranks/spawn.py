@@ -170,6 +170,19 @@ class Zygote:
             process, self._process = self._process, None
             await _reaped(process)
 
+    def kill(self) -> None:
+        """End the process now, without a loop: for a program that goes down. Its ranks lose it, not their lifelines."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.kill()
+            process.wait()
+        if self._control is not None and self._loop is None:
+            self._control.close()
+            self._control = None
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
     def _attach(self) -> None:
         if self._control is None or self._gone:
             raise self._ended(None)

@@ -91,7 +91,9 @@ class Supervisor:
     def _died(self, process: RankProcess) -> None:
         self._forget(process)
         if not self._stopping:
-            task = asyncio.get_running_loop().create_task(self._tell(process), name=f"async_pp end of rank {process.rank}")
+            task = asyncio.get_running_loop().create_task(
+                self._tell(process), name=f"async_pp end of rank {process.rank}"
+            )
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
 

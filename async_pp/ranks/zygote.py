@@ -78,12 +78,13 @@ class _Zygote:
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore)
         while True:
-            ready, _, _ = select.select([self._control, self._woken], [], [])
+            control = self._control.fileno()
+            ready, _, _ = select.select([control, self._woken], [], [])
             if self._woken in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 4096)
                 self._reap()
-            if self._control in ready and not self._serve():
+            if control in ready and not self._serve():
                 return
 
     def _serve(self) -> bool:
@@ -140,7 +141,7 @@ class _Zygote:
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - nothing of the zygote may run on in the rank
             traceback.print_exc()
         finally:
             with contextlib.suppress(Exception):

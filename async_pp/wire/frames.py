@@ -41,7 +41,7 @@ class Direction(Enum):
     FROM_RANK = 2
 
 
-_DECODERS: Final = {
+_DECODERS: Final[dict[Direction, msgspec.msgpack.Decoder[Message]]] = {
     Direction.TO_RANK: msgspec.msgpack.Decoder(ToRank),
     Direction.FROM_RANK: msgspec.msgpack.Decoder(FromRank),
 }

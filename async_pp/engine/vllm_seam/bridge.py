@@ -62,7 +62,7 @@ class BridgeExecutor(Executor):
         """Steps are dispatched ahead in any case."""
         return True
 
-    def collective_rpc(  # type: ignore[override]
+    def collective_rpc(
         self,
         method: str | Callable[..., Any],
         timeout: float | None = None,
@@ -75,7 +75,7 @@ class BridgeExecutor(Executor):
         return future if non_block else future.result()
 
     def submit(self, coroutine: Any) -> "Future[Any]":
-        """Run a coroutine on the loop from this thread. RuntimeError on the loop's own thread, where it would wait for ever."""
+        """Run a coroutine on the loop from this thread. RuntimeError on the loop's own, where it would never end."""
         if threading.get_ident() == self._thread_of_loop():
             coroutine.close()
             raise RuntimeError("a blocking executor call was made on the event loop's thread")

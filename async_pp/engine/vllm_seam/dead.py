@@ -23,21 +23,21 @@ class DeadStart(StartupError, DeadEngine):
 
 def as_dead(error: BaseException, *, epoch: int, step: int | None, request_ids: tuple[str, ...]) -> DeadEngine:
     """The same failure, with the step that was oldest in flight and the requests that it failed."""
-    if isinstance(error, EngineFailed):
-        step = error.step if error.step is not None else step
-        place = {"rank": error.rank, "epoch": error.epoch, "step": step, "request_ids": request_ids}
     dead: DeadEngine
     match error:
         case RankLost():
-            dead = DeadRankLost(error.message, exit_status=error.exit_status, **place)
+            dead = DeadRankLost(error.message, exit_status=error.exit_status)
         case RankError():
-            dead = DeadRankError(error.message, traceback=error.traceback, **place)
+            dead = DeadRankError(error.message, traceback=error.traceback)
         case StartupError():
-            dead = DeadStart(error.message, phase=error.phase, **place)
+            dead = DeadStart(error.message, phase=error.phase)
         case EngineFailed():
-            dead = DeadEngine(error.message, **place)
+            dead = DeadEngine(error.message)
         case _:
-            text = f"the engine failed: {type(error).__name__}: {error}"
-            dead = DeadEngine(text, epoch=epoch, step=step, request_ids=request_ids)
+            dead = DeadEngine(f"the engine failed: {type(error).__name__}: {error}")
+    if isinstance(error, EngineFailed):
+        dead.rank = error.rank
+        step = error.step if error.step is not None else step
+    dead.epoch, dead.step, dead.request_ids = epoch, step, request_ids
     dead.__cause__ = error
     return dead

@@ -35,7 +35,7 @@ def make_engine_core(config: VllmConfig, make_executor: Callable[[VllmConfig], B
     had frozen it before.
     """
     frozen_before = gc.get_freeze_count()
-    core = EngineCore(config, make_executor, log_stats)  # type: ignore[arg-type]
+    core = EngineCore(config, make_executor, log_stats)
     if not frozen_before:
         gc.unfreeze()
     return core
@@ -160,7 +160,7 @@ class VllmScheduler:
         self._emit([told for told in self._stamped(outputs) if told.outputs])
 
     def _stamped(self, outputs: dict[int, EngineCoreOutputs]) -> list[EngineCoreOutputs]:
-        self.core._attach_weight_version(outputs)
+        self.core._attach_weight_version(outputs)  # noqa: SLF001 - the one place where vLLM stamps it
         return list(outputs.values())
 
     def _folded(self, answers: list[Any], output_rank: int) -> Any:
@@ -175,7 +175,7 @@ class VllmScheduler:
     def _watch_grammar(self, request: Request) -> None:
         """Be woken when the request's grammar is compiled: until then it cannot be scheduled."""
         structured = request.structured_output_request
-        compiling = None if structured is None else structured._grammar
+        compiling = None if structured is None else structured._grammar  # noqa: SLF001 - the future itself
         if compiling is not None and hasattr(compiling, "add_done_callback"):
             compiling.add_done_callback(lambda _: self._wake())
 
