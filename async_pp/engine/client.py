@@ -267,6 +267,12 @@ class AsyncPPEngine(AsyncLLM):
         if (renderer := getattr(self, "renderer", None)) is not None:
             await asyncio.to_thread(renderer.shutdown)
 
+    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        """Admit a request, as vLLM does. Raises the engine's own end, with rank, epoch and step, once it has ended."""
+        if self._dead is not None:
+            raise self._dead
+        return await super().add_request(*args, **kwargs)
+
     def shutdown(self, timeout: float | None = None) -> None:
         """End the ranks at once, without waiting. `close` is the orderly way; this one is for a program going down."""
         if not getattr(self, "_closed", True) and self._ranks is not None:

@@ -1,0 +1,93 @@
+"""A runner that sleeps instead of computing, so that pipelines of any depth run on two cores, without vLLM.
+
+A stage's time is alpha + beta * sequences + gamma * tokens; stage s of a step begins when stage s - 1 has ended, one
+step at a time. That order is carried by a message from rank to rank, as hidden states are.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from async_pp.ranks.runner import Report
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage.
+
+    Attributes:
+        alpha_s: per step.
+        beta_s: per sequence.
+        gamma_s: per token.
+    """
+
+    alpha_s: float = 0.0
+    beta_s: float = 0.0
+    gamma_s: float = 0.0
+
+    def of(self, sequences: int, tokens: int) -> float:
+        """Time of a step with so many sequences and tokens."""
+        return self.alpha_s + self.beta_s * sequences + self.gamma_s * tokens
+
+
+@dataclass(frozen=True)
+class Load:
+    """One step's work."""
+
+    sequences: int
+    tokens: int
+
+
+class SleepingRunner:
+    """Runner of one sleeping stage.
+
+    Attributes:
+        worker: itself, for calls that want a worker.
+        spans: begin and end of each step on this rank, monotonic seconds.
+    """
+
+    def __init__(self, rank: int, ranks: int, report: Report) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._report = report
+        self._stage = StageTime()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._upstream: zmq.Socket[bytes] | None = None
+        self._downstream: zmq.Socket[bytes] | None = None
+        self.worker = self
+        self.spans: list[tuple[float, float]] = []
+
+    def start(self, folder: str, stage: StageTime) -> None:
+        """Join the ranks into a pipe, through sockets in `folder`."""
+        self._stage = stage
+        if self._rank > 0:
+            self._upstream = self._context.socket(zmq.PULL)
+            self._upstream.bind(f"ipc://{folder}/stage-{self._rank}")
+        if self._rank < self._ranks - 1:
+            self._downstream = self._context.socket(zmq.PUSH)
+            self._downstream.connect(f"ipc://{folder}/stage-{self._rank + 1}")
+        self._report("load")
+
+    def execute(self, payload: Load) -> None:
+        """Wait for the former stage, sleep, pass on. Sampling follows."""
+        if self._upstream is not None:
+            self._upstream.recv()
+        begin = time.monotonic()
+        time.sleep(self._stage.of(payload.sequences, payload.tokens))
+        self.spans.append((begin, time.monotonic()))
+        if self._downstream is not None:
+            self._downstream.send(b"")
+
+    def sample(self, payload: Any) -> Any:
+        """The answer names the rank and what it was given to sample under."""
+        return self._rank, payload
+
+    def call(self, function: Any) -> Any:
+        """Apply `function` to this runner."""
+        return function(self)
+
+    def close(self) -> None:
+        """Leave the pipe."""
+        self._context.destroy(linger=0)
