@@ -1,6 +1,7 @@
 """vLLM's HTTP application on our engine. Imports vLLM, so it is itself imported late."""
 
 import functools
+import resource
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ from vllm.entrypoints.launchers.utils.constants import H11_MAX_INCOMPLETE_EVENT_
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
 from vllm.platforms import current_platform
-from vllm.utils.system_utils import set_ulimit
 
 from async_pp.engine.client import AsyncPPEngine
 from async_pp.errors import ConfigError
@@ -108,7 +108,7 @@ async def abort_all(engine: AsyncPPEngine) -> None:
 
 
 def _http_config(args: Namespace, application: Application) -> uvicorn.Config:
-    set_ulimit()  # one file descriptor per connection
+    _raise_open_files()
     more: dict[str, Any] = {}
     if (log_config := get_uvicorn_log_config(args)) is not None:
         more["log_config"] = log_config
@@ -125,6 +125,13 @@ def _http_config(args: Namespace, application: Application) -> uvicorn.Config:
         **tls,
         **more,
     )
+
+
+def _raise_open_files() -> None:
+    """Every connection is a file descriptor: allow as many as this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _watch_certificates(args: Namespace, config: uvicorn.Config) -> Callable[[], None]:

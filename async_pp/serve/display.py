@@ -17,6 +17,7 @@ _PHASES = {
     "import": "vLLM imported",
     "model": "model ready on disk",
     "spawn": "spawned",
+    "device": "device set up",
     "load": "model loaded",
     "kv_cache": "KV cache ready",
     "ready": "ready",

@@ -185,6 +185,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import validate_api_server_args
+    from vllm.exceptions import VLLMError
     from vllm.logger import configure_logging_from_args
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
@@ -209,7 +210,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         if args.reasoning_parser_plugin:
             ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
         validate_api_server_args(args)
-    except (ValueError, TypeError, KeyError, OSError, AssertionError) as error:
+    except (ValueError, TypeError, KeyError, OSError, AssertionError, RuntimeError, VLLMError) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
         raise ConfigError(" ".join(str(text).split()).removeprefix("Error: ")) from error
     return args

@@ -14,16 +14,14 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from async_pp.errors import ConfigError
+from async_pp.ranks.environment import PRELOAD, rank_environment
+from async_pp.ranks.spawn import Zygote
 from async_pp.serve import environment, helptext, loop, preflight, signals
 from async_pp.serve.display import Display
 from async_pp.serve.lifecycle import END_DEADLINE_S, EXIT_CONFIG, EXIT_OK, live
 from async_pp.serve.preflight import Preflight
-
-if TYPE_CHECKING:
-    from async_pp.ranks.zygote import Zygote
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,20 +46,18 @@ def _run(argv: Sequence[str], show: Display) -> int:
         stack.callback(known.close)
         signals.before_the_loop(show.line, known.close)
         os.environ.update(environment.missing(environment.defaults(known), os.environ))
-        zygote = _launch_zygote()
-        stack.callback(zygote.kill)
+        zygote = _launch_zygote(known.world_size)
+        stack.callback(lambda: asyncio.run(zygote.close()))  # the engine has closed it already, if it came that far
         return _with_vllm(argv, known, zygote, show)
 
 
-def _launch_zygote() -> "Zygote":
-    from async_pp.ranks.zygote import Zygote
-
+def _launch_zygote(ranks: int) -> Zygote:
     zygote = Zygote()
-    zygote.launch()
+    zygote.launch(rank_environment(ranks), PRELOAD)
     return zygote
 
 
-def _with_vllm(argv: Sequence[str], known: Preflight, zygote: "Zygote", show: Display) -> int:
+def _with_vllm(argv: Sequence[str], known: Preflight, zygote: Zygote, show: Display) -> int:
     model = _embedded_model(known, show)
     began = monotonic()
     from async_pp.engine.vllm_seam import version
@@ -78,7 +74,12 @@ def _with_vllm(argv: Sequence[str], known: Preflight, zygote: "Zygote", show: Di
 
     async def run() -> int:
         deadline_s = END_DEADLINE_S + service.drain_s
-        stop = signals.StopRequest(deadline_s=deadline_s, at_once=known.close, tell=show.line)
+
+        def at_once() -> None:
+            engine.shutdown()
+            known.close()
+
+        stop = signals.StopRequest(deadline_s=deadline_s, at_once=at_once, tell=show.line)
         with stop.installed():
             return await live(service, known.listener, stop, show)
 

@@ -19,7 +19,11 @@ def _more_than_one(name: str) -> Callable[[Given], bool]:
 
 
 def _any_of(*names: str) -> Callable[[Given], bool]:
-    return lambda given: any(given.get(name) not in (None, False) for name in names)
+    def asked(given: Given) -> bool:
+        values = [given.get(name) for name in names]
+        return any(value is not None and value is not False for value in values)  # 0 is a value that was given
+
+    return asked
 
 
 _REPLICA = "start one server per replica, each on its own port, behind a load balancer"
