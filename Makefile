@@ -5,7 +5,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip install --disable-pip-version-check --quiet
+# On a CI machine only errors are of interest; a person sees what is being fetched.
+PIP    := $(PY) -m pip install --disable-pip-version-check $(if $(CI),-qq)
 PORT   ?= 8000
 ARGS   ?=
 
