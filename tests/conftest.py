@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
+import zmq
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -119,6 +121,18 @@ def _left_over(before: Held) -> list[str]:
         *(f"descriptor {fd}: {target}" for fd, target in sorted(after.descriptors - before.descriptors)),
         *(f"file {path}" for path in sorted(after.files - before.files) if not _of_others(path)),
     ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries_are_warm() -> None:
+    """What libraries make once per process and keep: uvloop a pipe, pyzmq a thread that frees zero-copy messages."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.sleep(0))
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
+        pull.bind("inproc://warm")
+        push.connect("inproc://warm")
+        push.send(bytes(1 << 20), copy=False)
+        pull.recv()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,185 @@
+"""A channel in memory, with faults as verbs: for tests and simulations.
+
+Frames are sealed and opened as on a socket. The rank's end blocks on its own thread; the engine's end is called on the
+loop. The verbs act on what a rank sends (and on what reaches a frozen one), from the moment they are used.
+"""
+
+import asyncio
+import queue
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_pp.channel.protocol import OnMessage, OnReject, RankUnreachable
+from async_pp.errors import EngineClosed, WireError
+from async_pp.wire.frames import NO_PAYLOAD, Direction, Envelope, Opener, Part, Sealer
+from async_pp.wire.limits import Limits
+from async_pp.wire.messages import Message
+
+Frame = list[Part]
+
+
+@dataclass
+class _Line:
+    """The two directions to one rank."""
+
+    to_rank: queue.SimpleQueue[Frame | None] = field(default_factory=queue.SimpleQueue)
+    held_in: deque[Frame] = field(default_factory=deque)
+    held_out: deque[Frame] = field(default_factory=deque)
+    frozen: bool = False
+    dead: bool = False
+    late_by: int = 0
+    corrupt: int = 0
+
+
+class MemoryEngineChannel:
+    """Engine end, and the hub of the ranks' ends.
+
+    Args: as for the ZMQ channel, without a folder.
+    """
+
+    endpoint = "memory"
+
+    def __init__(
+        self, keys: Mapping[int, bytes], *, epoch: int, limits: Limits, on_message: OnMessage, on_reject: OnReject
+    ) -> None:
+        self._keys = dict(keys)
+        self._epoch = epoch
+        self._limits = limits
+        self._on_message = on_message
+        self._on_reject = on_reject
+        self._lines = {rank: _Line() for rank in keys}
+        self._sealers = {rank: self._sealer(rank, Direction.TO_RANK) for rank in keys}
+        self._openers = {
+            rank: Opener(key, epoch=epoch, direction=Direction.FROM_RANK, rank=rank, limits=limits)
+            for rank, key in keys.items()
+        }
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Deliver on this loop from now on."""
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, rank: int, message: Message, payload: Any = NO_PAYLOAD) -> None:
+        """Send to a rank. Raises RankUnreachable when it is dead or the channel is closed."""
+        line = self._lines[rank]
+        if self._closed or line.dead:
+            raise RankUnreachable(rank)
+        frame = self._sealers[rank].seal(message, payload)
+        if line.frozen:
+            line.held_out.append(frame)
+        else:
+            line.to_rank.put(frame)
+
+    def close(self) -> None:
+        """No callback from now on; every rank's `recv` ends."""
+        if not self._closed:
+            self._closed = True
+            for line in self._lines.values():
+                line.to_rank.put(None)
+
+    def rank_end(self, rank: int) -> "MemoryRankChannel":
+        """The end of one rank."""
+        opener = Opener(
+            self._keys[rank], epoch=self._epoch, direction=Direction.TO_RANK, rank=rank, limits=self._limits
+        )
+        return MemoryRankChannel(self, rank, self._sealer(rank, Direction.FROM_RANK), opener, self._lines[rank].to_rank)
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    def freeze(self, rank: int) -> None:
+        """The rank stops: nothing reaches it and nothing comes from it."""
+        self._lines[rank].frozen = True
+
+    def thaw(self, rank: int) -> None:
+        """It goes on, and everything held arrives in order."""
+        line = self._lines[rank]
+        line.frozen = False
+        while line.held_out:
+            line.to_rank.put(line.held_out.popleft())
+        self._release(rank, line)
+
+    def delay(self, rank: int, frames: int) -> None:
+        """What the rank sends arrives so many of its frames late; 0 ends the delay and lets the rest arrive."""
+        line = self._lines[rank]
+        line.late_by = frames
+        self._release(rank, line)
+
+    def corrupt(self, rank: int, frames: int = 1) -> None:
+        """One bit of each of its next frames is wrong."""
+        self._lines[rank].corrupt = frames
+
+    def die(self, rank: int) -> None:
+        """The rank is gone, with what it had not delivered."""
+        line = self._lines[rank]
+        line.dead = True
+        line.held_in.clear()
+        line.held_out.clear()
+        line.to_rank.put(None)
+
+    # -- delivery ------------------------------------------------------------------------------------------------
+
+    def from_rank(self, rank: int, frame: Frame) -> None:
+        """A rank's end has sent a frame; called from its thread."""
+        if self._loop is None or self._closed:
+            return
+        self._loop.call_soon_threadsafe(self._arrive, rank, frame)
+
+    def _arrive(self, rank: int, frame: Frame) -> None:
+        line = self._lines[rank]
+        if line.dead:
+            return
+        if line.corrupt:
+            line.corrupt -= 1
+            damaged = bytearray(frame[1])
+            damaged[-1] ^= 1
+            frame = [frame[0], damaged, *frame[2:]]
+        line.held_in.append(frame)
+        self._release(rank, line)
+
+    def _release(self, rank: int, line: _Line) -> None:
+        while len(line.held_in) > line.late_by and not line.frozen and not self._closed:
+            frame = line.held_in.popleft()
+            try:
+                envelope = self._openers[rank].open(frame)
+            except WireError as error:
+                self._on_reject(rank, error)
+            else:
+                self._on_message(rank, envelope)
+
+    def _sealer(self, rank: int, direction: Direction) -> Sealer:
+        return Sealer(self._keys[rank], epoch=self._epoch, direction=direction, rank=rank, limits=self._limits)
+
+
+class MemoryRankChannel:
+    """Rank end: blocks on its own thread."""
+
+    def __init__(
+        self,
+        hub: MemoryEngineChannel,
+        rank: int,
+        sealer: Sealer,
+        opener: Opener,
+        inbox: "queue.SimpleQueue[Frame | None]",
+    ) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._sealer = sealer
+        self._opener = opener
+        self._inbox = inbox
+
+    def recv(self) -> Envelope:
+        """Wait for the next message. Raises EngineClosed when the other end is gone or this rank has died."""
+        frame = self._inbox.get()
+        if frame is None:
+            raise EngineClosed("the engine's end of the channel is closed")
+        return self._opener.open(frame)
+
+    def send(self, message: Message, payload: Any = NO_PAYLOAD) -> None:
+        """Send to the engine."""
+        self._hub.from_rank(self._rank, self._sealer.seal(message, payload))
+
+    def close(self) -> None:
+        """Nothing to give back."""
