@@ -1,0 +1,210 @@
+"""The executor with real rank processes that sleep: calls, steps, overlap, losses, ends. No vLLM."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from operator import attrgetter, methodcaller
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_pp.core.gather import Scope
+from async_pp.engine.executor import RankExecutor, RankLayout
+from async_pp.engine.stepping import Stepping
+from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, StartupError
+from async_pp.ranks.environment import rank_environment
+from async_pp.ranks.runner import OnWorker
+from async_pp.ranks.sleeping_runner import Load, StageTime
+from async_pp.ranks.spawn import Zygote
+from tests.engine.fakes import FakeScheduler, a_plan
+
+RUNNER = "async_pp.ranks.sleeping_runner:SleepingRunner"
+
+
+class Set:
+    """A rank set and what it told."""
+
+    def __init__(self, zygote: Zygote, ranks: int = 2, runner: str = RUNNER) -> None:
+        self.lost: list[EngineFailed] = []
+        self.phases: list[tuple[str, int | None]] = []
+        self.executor = RankExecutor(
+            RankLayout(output_rank=ranks - 1, cpus=[None] * ranks, runner=runner),
+            zygote,
+            epoch=0,
+            on_phase=lambda name, rank, seconds: self.phases.append((name, rank)),
+            on_lost=self.lost.append,
+        )
+
+    async def start(self, stage: StageTime = StageTime()) -> RankExecutor:  # noqa: B008 - frozen
+        await self.executor.start()
+        await self.executor.call(methodcaller("start", str(self.executor.runtime_dir), stage))
+        self.executor.started()
+        return self.executor
+
+    def pid(self, rank: int) -> int:
+        assert self.executor._supervisor is not None
+        return self.executor._supervisor._alive[rank].pid
+
+
+@pytest.fixture
+async def zygote() -> AsyncIterator[Zygote]:
+    made = Zygote()
+    await made.start(rank_environment(2), ["async_pp.ranks.main", "async_pp.ranks.sleeping_runner"])
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def ranks(zygote: Zygote) -> AsyncIterator[Set]:
+    made = Set(zygote)
+    await made.start()
+    yield made
+    await made.executor.close()
+
+
+async def test_calls_answer_in_rank_order_and_raise_what_the_rank_raised(ranks: Set) -> None:
+    executor = ranks.executor
+    assert await executor.call(OnWorker(attrgetter("_rank"))) == [0, 1]
+    with pytest.raises(AttributeError) as caught:
+        await executor.call(OnWorker(attrgetter("nothing")))
+    assert "on rank 0" in caught.value.__notes__[0]
+    assert await executor.call(OnWorker(lambda worker: worker._rank + 1)) == [1, 2]
+    assert not ranks.lost
+    assert ("load", 0) in ranks.phases
+    assert ("spawn", None) in ranks.phases
+
+
+async def test_a_call_that_takes_too_long_times_out_and_its_late_answer_is_nobody_elses(ranks: Set) -> None:
+    gate = ranks.executor.runtime_dir / "gate"
+    os.mkfifo(gate)
+    with pytest.raises(TimeoutError):
+        await ranks.executor.call(OnWorker(_opener(gate)), timeout_s=0.05)
+    later = asyncio.create_task(ranks.executor.call(OnWorker(attrgetter("_rank"))))
+    await asyncio.to_thread(_let_through, gate, 2)
+    assert await later == [0, 1]
+    assert ranks.executor._calls.late == 2
+    assert ranks.executor._calls.tombstones == 0
+
+
+def _opener(gate: Path) -> Callable[[Any], str]:
+    return lambda worker: gate.open().read()
+
+
+def _let_through(gate: Path, ranks: int) -> None:
+    writers = [gate.open("w") for _ in range(ranks)]
+    for writer in writers:
+        writer.close()
+
+
+async def test_steps_overlap_in_the_pipeline(zygote: Zygote) -> None:
+    """The seed's first regression: stage 0 works on the next step while stage 1 works on this one."""
+    made = Set(zygote)
+    executor = await made.start(StageTime(alpha_s=0.02))
+    scheduler = FakeScheduler([a_plan(str(number)) for number in range(6)])
+    for plan in scheduler.todo:
+        object.__setattr__(plan, "work", Load(1, 1))
+    done = asyncio.Event()
+    outputs: list[Any] = []
+
+    def emit(told: Any) -> None:
+        outputs.extend(told)
+        if len(outputs) == 6:
+            done.set()
+
+    steps = Stepping(scheduler, executor, depth=2, emit=emit)
+    task = asyncio.create_task(steps.run())
+    steps.wake()
+    await done.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    first, last = await executor.call(OnWorker(attrgetter("spans")))
+    overlaps = sum(first[step + 1][0] < last[step][1] for step in range(5))
+    assert overlaps >= 4, "stage 0 begins a step before stage 1 has ended the former"
+    await executor.close()
+
+
+async def test_all_rank_steps_get_every_answer(ranks: Set) -> None:
+    futures = ranks.executor.execute(0, Load(1, 1), grammar="mask", sample="now", scope=Scope.ALL)
+    assert [(rank, await future) for rank, future in futures] == [(0, (0, "mask")), (1, (1, "mask"))]
+    ((_, future),) = ranks.executor.execute(1, Load(1, 1), grammar=None, sample="later", scope=Scope.OUTPUT)
+    ranks.executor.release(1, "late mask")
+    assert await future == (1, "late mask")
+
+
+async def test_cancelling_a_waiter_does_not_cancel_the_step(ranks: Set) -> None:
+    ((_, given_up),) = ranks.executor.execute(0, Load(1, 1), grammar=None, sample="now", scope=Scope.OUTPUT)
+    given_up.cancel()
+    ((_, future),) = ranks.executor.execute(1, Load(1, 1), grammar="next", sample="now", scope=Scope.OUTPUT)
+    assert await future == (1, "next")
+    assert ranks.executor._steps.late == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_killed_rank_ends_every_open_future_with_one_typed_error(ranks: Set, victim: int) -> None:
+    gate = ranks.executor.runtime_dir / "gate"
+    os.mkfifo(gate)
+    calling = asyncio.create_task(ranks.executor.call(OnWorker(_opener(gate))))
+    ((_, future),) = ranks.executor.execute(0, Load(1, 1), grammar=None, sample="now", scope=Scope.OUTPUT)
+    os.kill(ranks.pid(victim), signal.SIGKILL)
+    with pytest.raises(RankLost, match=f"rank {victim} ended: signal SIGKILL") as caught:
+        await future
+    with pytest.raises(RankLost):
+        await calling
+    assert (caught.value.rank, caught.value.exit_status) == (victim, "signal SIGKILL")
+    assert ranks.lost == [caught.value]
+    with pytest.raises(RankLost):
+        await ranks.executor.call(OnWorker(attrgetter("_rank")))
+    with pytest.raises(RankLost):
+        ranks.executor.execute(1, Load(1, 1), grammar=None, sample="now", scope=Scope.OUTPUT)
+
+
+async def test_a_step_that_raises_on_any_rank_ends_the_epoch_with_its_traceback(ranks: Set) -> None:
+    ((_, future),) = ranks.executor.execute(0, "no load", grammar=None, sample="now", scope=Scope.OUTPUT)
+    with pytest.raises(RankError) as caught:
+        await future
+    assert (caught.value.rank, caught.value.step) == (0, 0)
+    assert "AttributeError" in str(caught.value)
+    assert "Traceback" in caught.value.traceback
+
+
+@pytest.mark.parametrize("runner", ["async_pp.ranks.sleeping_runner:Missing", "no_such_module:Runner"])
+async def test_a_rank_that_cannot_start_is_a_startup_error(zygote: Zygote, runner: str) -> None:
+    made = Set(zygote, runner=runner)
+    with pytest.raises((StartupError, ExceptionGroup)) as caught:
+        await made.start()
+    error = caught.value
+    assert isinstance(error, StartupError)
+    assert error.rank is not None
+    assert "start-up" in str(error)
+    await made.executor.close()
+
+
+async def test_closing_ends_open_calls_and_leaves_nothing(zygote: Zygote) -> None:
+    made = Set(zygote)
+    executor = await made.start()
+    folder = executor.runtime_dir
+    assert folder.stat().st_mode & 0o777 == 0o700
+    gate = folder / "gate"
+    os.mkfifo(gate)
+    calling = asyncio.create_task(executor.call(OnWorker(_opener(gate))))
+    await asyncio.sleep(0)
+    await executor.close(0.5)
+    with pytest.raises(EngineClosed):
+        await calling
+    await executor.close()
+    assert not folder.exists()
+    assert not made.lost
+
+
+@pytest.mark.parametrize("turn", range(0, 40, 3))
+async def test_a_start_cancelled_at_any_turn_leaves_nothing(zygote: Zygote, turn: int) -> None:
+    made = Set(zygote)
+    task = asyncio.create_task(made.executor.start())
+    for _ in range(turn):
+        await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=20)
+    assert done, "the leak check finds what it left"
+    await made.executor.close()

@@ -1,0 +1,184 @@
+"""The rank's loop, over a channel in memory: order, deferral, errors of every kind."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from operator import methodcaller
+from typing import Any
+
+import pytest
+
+from async_pp.channel.memory import MemoryEngineChannel
+from async_pp.ranks.main import MAX_TEXT, RankLoop, describe
+from async_pp.ranks.runner import OnWorker
+from async_pp.wire.frames import NO_PAYLOAD, Envelope
+from async_pp.wire.limits import Limits
+from async_pp.wire.messages import (
+    Bye,
+    Call,
+    CallFailed,
+    CallReply,
+    Close,
+    Execute,
+    Message,
+    Sample,
+    StepFailed,
+    StepReply,
+)
+
+
+class Recorder:
+    """A runner that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
+        self.worker = self
+
+    def execute(self, payload: Any) -> Any:
+        self.notes.append(("execute", payload))
+        if isinstance(payload, Exception):
+            raise payload
+        return payload.get("answer")
+
+    def sample(self, payload: Any) -> Any:
+        self.notes.append(("sample", payload))
+        return f"sampled under {payload}"
+
+    def call(self, function: Callable[[Any], Any]) -> Any:
+        return function(self)
+
+    def close(self) -> None:
+        self.notes.append("close")
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+
+class Rank:
+    """A rank loop on a thread; what it says arrives in `inbox`."""
+
+    def __init__(self, *, is_output: bool = True) -> None:
+        self.inbox: asyncio.Queue[Envelope] = asyncio.Queue()
+        self.engine = MemoryEngineChannel(
+            {0: bytes(32)},
+            epoch=0,
+            limits=Limits(),
+            on_message=lambda rank, envelope: self.inbox.put_nowait(envelope),
+            on_reject=lambda rank, error: pytest.fail(str(error)),
+        )
+        self.runner = Recorder()
+        self.loop = RankLoop(self.engine.rank_end(0), self.runner, is_output=is_output)
+        self.thread = threading.Thread(target=self.loop.run)
+
+    async def start(self) -> "Rank":
+        await self.engine.start()
+        self.thread.start()
+        return self
+
+    def send(self, message: Message, payload: Any = NO_PAYLOAD) -> None:
+        self.engine.send(0, message, payload)
+
+    async def next(self) -> Envelope:
+        async with asyncio.timeout(10):
+            return await self.inbox.get()
+
+    async def end(self) -> list[Any]:
+        self.send(Close())
+        while (await self.next()).message != Bye(reason="closed"):
+            pass
+        await asyncio.to_thread(self.thread.join)
+        return self.runner.notes
+
+
+async def test_sampling_follows_at_once_when_it_is_not_deferred() -> None:
+    rank = await Rank().start()
+    rank.send(Execute(step=1, sample="now", reply="output"), ({}, "mask"))
+    answer = await rank.next()
+    assert (answer.message, answer.load()) == (StepReply(step=1), "sampled under mask")
+    rank.send(Execute(step=2, sample="none", reply="output"), ({"answer": "pooled"}, None))
+    answer = await rank.next()
+    assert (answer.message, answer.load()) == (StepReply(step=2), "pooled")
+    assert await rank.end() == [("execute", {}), ("sample", "mask"), ("execute", {"answer": "pooled"}), "close"]
+
+
+async def test_while_a_step_waits_for_its_sampling_later_messages_are_held_in_order() -> None:
+    rank = await Rank().start()
+    rank.send(Execute(step=1, sample="later", reply="output"), ({}, None))
+    rank.send(Execute(step=2, sample="now", reply="output"), ({}, "second"))
+    rank.send(Call(call=9), OnWorker(methodcaller("double", 21)))
+    rank.send(Sample(step=1), "first")
+    said = [await rank.next() for _ in range(3)]
+    assert [(one.message, one.load()) for one in said] == [
+        (StepReply(step=1), "sampled under first"),
+        (StepReply(step=2), "sampled under second"),
+        (CallReply(call=9), 42),
+    ]
+    await rank.end()
+
+
+async def test_closing_while_a_step_waits_for_its_sampling_ends_the_rank() -> None:
+    rank = await Rank().start()
+    rank.send(Execute(step=1, sample="later", reply="output"), ({}, None))
+    assert (await rank.end())[-1] == "close"
+
+
+@pytest.mark.parametrize("reply, answers", [("output", False), ("all", True)])
+async def test_a_rank_that_is_not_the_output_rank_answers_only_when_all_are_asked(reply: Any, answers: bool) -> None:
+    rank = await Rank(is_output=False).start()
+    rank.send(Execute(step=1, sample="now", reply=reply), ({}, None))
+    rank.send(Call(call=1), OnWorker(methodcaller("double", 1)))
+    first = (await rank.next()).message
+    assert first == (StepReply(step=1) if answers else CallReply(call=1))
+    await rank.end()
+
+
+async def test_a_step_that_raises_is_told_by_any_rank_and_the_loop_goes_on() -> None:
+    rank = await Rank(is_output=False).start()
+    rank.send(Execute(step=1, sample="now", reply="output"), (KeyError("lost"), None))
+    failed = (await rank.next()).message
+    assert isinstance(failed, StepFailed)
+    assert (failed.step, failed.kind) == (1, "KeyError")
+    assert "in execute" in failed.text
+    rank.send(Call(call=1), OnWorker(methodcaller("double", 2)))
+    assert (await rank.next()).load() == 4
+    await rank.end()
+
+
+class Unspeakable(Exception):
+    """Neither its text nor its pickle can be made."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no pickle")
+
+
+def _raise_unspeakable(worker: Any) -> None:
+    raise Unspeakable
+
+
+def _returns_unpicklable(worker: Any) -> Any:
+    return threading.Lock()
+
+
+async def test_calls_that_raise_carry_the_exception_when_it_can_travel() -> None:
+    rank = await Rank().start()
+    rank.send(Call(call=1), OnWorker(methodcaller("double")))
+    failed = await rank.next()
+    assert isinstance(failed.load(), TypeError)
+    rank.send(Call(call=2), OnWorker(_raise_unspeakable))
+    failed = await rank.next()
+    assert isinstance(failed.message, CallFailed)
+    assert (failed.message.kind, failed.has_payload) == ("Unspeakable", False)
+    rank.send(Call(call=3), OnWorker(_returns_unpicklable))
+    failed = await rank.next()
+    assert isinstance(failed.message, CallFailed)
+    assert failed.message.call == 3
+    await rank.end()
+
+
+def test_descriptions_are_bounded() -> None:
+    kind, text = describe(ValueError("x" * 10 * MAX_TEXT))
+    assert kind == "ValueError"
+    assert len(text) == MAX_TEXT
