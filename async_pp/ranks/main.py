@@ -110,6 +110,8 @@ class RankLoop:
                 grammar = self._await_sample(message.step)
             if answer is None and message.sample != "none":
                 answer = self._runner.sample(grammar)
+        except _Closing:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine decides
             kind, text = describe(error)
             self._channel.send(StepFailed(step=message.step, kind=kind, text=text))

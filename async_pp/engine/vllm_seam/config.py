@@ -14,11 +14,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
+from async_pp.engine.vllm_seam.plugin import BACKEND
 from async_pp.errors import ConfigError
 from async_pp.ranks.environment import split_cores
-
-BACKEND = "async_pp.engine.facade.PipelineExecutor"
-"""Dotted name of the executor that a configuration for our ranks names."""
 
 
 @contextmanager
