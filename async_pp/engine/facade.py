@@ -81,7 +81,7 @@ class PipelineExecutor(BridgeExecutor):
         if self._unsampled is None:
             raise RuntimeError("sample_tokens was called without a step that waits for it")
         (number, _, answered), self._unsampled = self._unsampled, None
-        self._thread.loop.call_soon_threadsafe(self._ranks.release, number, grammar_output)
+        self.submit(self._release(number, grammar_output))
         return answered if non_block else answered.result()
 
     def take_draft_token_ids(self) -> Any:
@@ -103,6 +103,10 @@ class PipelineExecutor(BridgeExecutor):
             outputs = [answer for answer, _ in answers.values()]
             output = aggregator.aggregate(outputs, output_rank=self._ranks.layout.output_rank)
         return output
+
+    async def _release(self, number: int, grammar_output: Any) -> None:
+        # A coroutine like `_execute`, because the loop begins coroutines in the order in which they were submitted.
+        self._ranks.release(number, grammar_output)
 
     def _lost(self, error: EngineFailed) -> None:
         callback, self._failure_callback = self._failure_callback, None

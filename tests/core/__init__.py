@@ -1,0 +1,1 @@
+"""Tests of the core: plain calls, no loop, no processes, no clock."""
