@@ -22,7 +22,7 @@ from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, Sta
 from async_pp.ranks.main import Bootstrap
 from async_pp.ranks.spawn import RankSpec, Zygote
 from async_pp.ranks.supervisor import Supervisor
-from async_pp.wire.frames import Envelope, Payload
+from async_pp.wire.frames import NO_PAYLOAD, Envelope, Payload
 from async_pp.wire.limits import Limits
 from async_pp.wire.messages import (
     Call,
@@ -36,6 +36,7 @@ from async_pp.wire.messages import (
     SampleMode,
     StepFailed,
     StepReply,
+    ToRank,
 )
 
 CLOSE_DEADLINE_S = 5.0
@@ -198,16 +199,13 @@ class RankExecutor:
         futures = [(rank, self._steps.expect((step, rank))) for rank in ranks]
         message = Execute(step=step, sample=sample, reply="all" if scope is Scope.ALL else "output")
         payload = Payload.dump((work, grammar))
-        for rank in range(self.layout.ranks):
-            channel.send(rank, message, payload)
+        self._send_all(channel, message, payload)
         return futures
 
     def release(self, step: int, grammar: Any) -> None:
         """Send the deferred sample message of a step."""
         channel = self._open_channel()
-        payload = Payload.dump(grammar)
-        for rank in range(self.layout.ranks):
-            channel.send(rank, Sample(step=step), payload)
+        self._send_all(channel, Sample(step=step), Payload.dump(grammar))
 
     async def call(self, function: Callable[[Any], Any], timeout_s: float | None = None) -> list[Any]:
         """Apply `function` to every rank's runner, between steps. Returns the answers in rank order.
@@ -222,8 +220,7 @@ class RankExecutor:
         futures = [self._calls.expect((number, rank)) for rank in range(self.layout.ranks)]
         payload = Payload.dump(function)
         try:
-            for rank in range(self.layout.ranks):
-                channel.send(rank, Call(call=number), payload)
+            self._send_all(channel, Call(call=number), payload)
             async with asyncio.timeout(timeout_s):
                 await asyncio.wait(futures)
         finally:
@@ -247,8 +244,7 @@ class RankExecutor:
             for pending in (self._steps, self._calls, self._hellos):
                 pending.fail_all(self.cause)
             if self._channel is not None:
-                for rank in range(self.layout.ranks):
-                    self._channel.send_if_connected(rank, Close())
+                self._send_all(self._channel, Close(), NO_PAYLOAD)
         else:
             deadline_s = min(deadline_s, 0.1)  # a lost rank set has nothing left to say: peers may sit in a collective
         try:
@@ -275,6 +271,11 @@ class RankExecutor:
         """Take the names away: once every rank has mapped it the memory lives without, and no death can leave it."""
         for path in SHARED_MEMORY.glob(f"{self.runtime_dir.name}-*"):
             path.unlink(missing_ok=True)
+
+    def _send_all(self, channel: ZmqEngineChannel, message: ToRank, payload: Payload) -> None:
+        """Send to every rank. One that is not there any more is left out: its end is about to be told."""
+        for rank in range(self.layout.ranks):
+            channel.send_if_connected(rank, message, payload)
 
     def _open_channel(self) -> ZmqEngineChannel:
         if self.cause is not None:

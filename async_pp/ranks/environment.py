@@ -28,6 +28,9 @@ PRELOAD = (
 )
 """Modules a zygote imports before it forks: what every rank would import."""
 
+BINDING = ("GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND", "KMP_AFFINITY")
+"""What binds OpenMP threads when a process starts. Ranks are bound to their cores after the fork."""
+
 
 def rank_environment(ranks: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """The full environment of a zygote for `ranks` ranks on this machine. What the user has set is kept.
@@ -37,6 +40,9 @@ def rank_environment(ranks: int, base: Mapping[str, str] | None = None) -> dict[
         base: environment to start from; this process's by default.
     """
     environment = dict(os.environ if base is None else base)
+    if environment.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":
+        for name in BINDING:  # it would bind the zygote, and every rank with it, to the first core
+            environment.pop(name, None)
     allowed = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, allowed // ranks)),

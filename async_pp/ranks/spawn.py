@@ -31,7 +31,7 @@ class RankSpec:
         cpus: cores it is bound to, or None.
         env: variables on top of the zygote's.
         target: "package.module:function", called with the bootstrap.
-        bootstrap: bytes for it, handed over a pipe (it holds keys), at most a pipe's buffer (64 KiB).
+        bootstrap: bytes for it, handed over in memory because it holds keys.
         name: title of the process.
     """
 
@@ -131,12 +131,10 @@ class Zygote:
         loop = asyncio.get_running_loop()
         self._forking[number] = forked = loop.create_future()
         self._running[number] = ended = loop.create_future()
-        bootstrap, writer = os.pipe()
+        bootstrap = _memory_file(spec.bootstrap)
         held, lifeline = os.pipe()
         try:
             assert self._control is not None
-            os.set_blocking(writer, False)
-            os.write(writer, spec.bootstrap)
             socket.send_fds(self._control, [request], [bootstrap, held])
         except OSError as error:
             os.close(lifeline)
@@ -144,12 +142,14 @@ class Zygote:
             self._running.pop(number)
             raise self._ended(spec.rank) from error
         finally:
-            for fd in (bootstrap, writer, held):
+            for fd in (bootstrap, held):
                 os.close(fd)
         try:
             pid, pidfd = await forked
         except BaseException as error:
             os.close(lifeline)  # whatever was or will be forked for it ends at once
+            if forked.done() and not forked.cancelled() and forked.exception() is None:
+                os.close(forked.result()[1])  # cancelled in the very moment it came
             if isinstance(error, EngineClosed):
                 raise self._ended(spec.rank) from None
             raise
@@ -232,6 +232,14 @@ class Zygote:
 
     def _ended(self, rank: int | None) -> StartupError:
         return StartupError("the zygote that forks the ranks has ended", phase="spawn", rank=rank)
+
+
+def _memory_file(content: bytes) -> int:
+    """A descriptor of an anonymous file in memory with this content."""
+    descriptor = os.memfd_create("async_pp bootstrap")
+    with open(descriptor, "wb", closefd=False) as memory:
+        memory.write(content)
+    return descriptor
 
 
 def in_words(status: int) -> str:

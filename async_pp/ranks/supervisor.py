@@ -38,7 +38,11 @@ class Supervisor:
         return tuple(self._alive)
 
     def watch(self, process: RankProcess) -> None:
-        """Watch a rank until it ends."""
+        """Watch a rank until it ends. One that comes when `stop` or `kill` was called is ended at once."""
+        if self._stopping:
+            process.kill()
+            process.release()
+            return
         self._alive[process.rank] = process
         asyncio.get_running_loop().add_reader(process.sentinel, self._died, process)
 

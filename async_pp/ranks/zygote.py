@@ -3,8 +3,11 @@
 Importing vLLM costs 8 to 18 s of CPU per process; a fork costs milliseconds. The zygote is exec'ed with the environment
 a rank needs (see `environment`), stays single-threaded, starts no OpenMP region, and does nothing but fork and reap.
 
-It speaks over one socket (SOCK_SEQPACKET). A request is a `Fork` with two descriptors: the pipe that holds the rank's
-bootstrap, and its lifeline. The answers are `Forked`, with the rank's pidfd, and later `Exited`.
+It speaks over one socket (SOCK_SEQPACKET). A request is a `Fork` with two descriptors: the memory file that holds the
+rank's bootstrap, and its lifeline. The answers are `Forked`, with the rank's pidfd, and later `Exited`.
+
+Lifelines hang up when the main process ends, unless a child that it forked still holds their other ends. So the zygote
+also watches the main process itself, and the kernel kills the ranks when the zygote ends.
 """
 
 import contextlib
@@ -26,10 +29,11 @@ import msgspec
 from async_pp.ranks.lifeline import hold
 
 MAX_REQUEST_BYTES = 1 << 16
+PR_SET_PDEATHSIG = 1
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Request: fork a rank. Descriptors: bootstrap pipe, lifeline."""
+    """Request: fork a rank. Descriptors: bootstrap, lifeline."""
 
     number: int
     name: str
@@ -57,18 +61,24 @@ Answer = Forked | Exited
 
 def main(argv: Sequence[str]) -> None:
     """Entry: `zygote CONTROL_FD LIFELINE_FD MODULE...`."""
-    control = socket.socket(fileno=int(argv[0]))
-    hold(int(argv[1]))
+    parent = os.pidfd_open(os.getppid())
+    control, lifeline = socket.socket(fileno=int(argv[0])), int(argv[1])
+    for fd in (control.fileno(), lifeline):
+        os.set_inheritable(fd, False)
+    hold(lifeline)  # had the parent ended before its pidfd was opened, this would end us
     for module in argv[2:]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the collector of a rank then leaves the shared pages alone
-    _Zygote(control).run()
+    _Zygote(control, parent, lifeline).run()
 
 
 class _Zygote:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, parent: int, lifeline: int) -> None:
         self._control = control
+        self._parent = parent
+        self._lifeline = lifeline
+        self._pid = os.getpid()
         self._numbers: dict[int, int] = {}  # pid -> request number
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
@@ -79,12 +89,12 @@ class _Zygote:
         signal.signal(signal.SIGCHLD, _ignore)
         while True:
             control = self._control.fileno()
-            ready, _, _ = select.select([control, self._woken], [], [])
+            ready, _, _ = select.select([control, self._woken, self._parent], [], [])
             if self._woken in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 4096)
                 self._reap()
-            if control in ready and not self._serve():
+            if self._parent in ready or (control in ready and not self._serve()):
                 return
 
     def _serve(self) -> bool:
@@ -124,17 +134,20 @@ class _Zygote:
         """The rank. Never returns."""
         code = 1
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _reset_signals()
             hold(lifeline)
-            for fd in (self._control.detach(), self._woken, self._waker):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != self._pid:  # it ended before the kernel was asked to tell
+                os._exit(1)
+            for fd in (self._control.detach(), self._woken, self._waker, self._parent, self._lifeline):
                 os.close(fd)
             os.environ.update(fork.env)
             _bind(fork.cpus)
             with contextlib.suppress(ImportError):
                 importlib.import_module("setproctitle").setproctitle(fork.name)
-            with os.fdopen(bootstrap, "rb") as pipe:
-                handed_over = pipe.read()
+            with os.fdopen(bootstrap, "rb") as memory:
+                memory.seek(0)
+                handed_over = memory.read()
             gc.unfreeze()
             gc.freeze()
             pkgutil.resolve_name(fork.target)(handed_over)
@@ -148,6 +161,15 @@ class _Zygote:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+
+def _reset_signals() -> None:
+    """Leave nothing of what the zygote or its imports installed. An interrupt is for the main process to act on."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _bind(cpus: tuple[int, ...] | None) -> None:

@@ -39,7 +39,8 @@ def apply(args: Namespace, given: Mapping[str, Any], *, model: str | None, on_cp
         given: what the user really said, by destination.
         model: the model as the user named it; None, "default" and "tiny" are the embedded ones.
         on_cpu: vLLM runs on its CPU platform.
-        fast_bf16: see `has_fast_bf16`; without it bfloat16 is emulated at half the speed of float32.
+        fast_bf16: see `has_fast_bf16`; without it bfloat16 is emulated at half the speed of float32. The embedded
+            models run in float32 on every CPU: they fit, and answer alike on all machines.
     """
     if model in SERVED_NAMES and args.served_model_name is None:
         args.served_model_name = [SERVED_NAMES[model]]
@@ -47,7 +48,7 @@ def apply(args: Namespace, given: Mapping[str, Any], *, model: str | None, on_cp
         args.use_tqdm_on_load = False
     if not on_cpu:
         return
-    if "dtype" not in given and not fast_bf16:
+    if "dtype" not in given and (model in SERVED_NAMES or not fast_bf16):
         args.dtype = "float32"
     if "enforce_eager" not in given:
         args.enforce_eager = CPU_ENFORCE_EAGER

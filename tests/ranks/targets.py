@@ -39,3 +39,18 @@ def computes_for_ever(bootstrap: bytes) -> None:
     """Never returns to the interpreter's signal checks for long: a lifeline must work here too."""
     while True:
         time.sleep(3600)
+
+
+def measures_its_bootstrap(bootstrap: bytes) -> None:
+    raise SystemExit(len(bootstrap) >> 16)
+
+
+def counts_its_descriptors(bootstrap: bytes) -> None:
+    """Exit code: how many it has beside standard input, output and error."""
+    entries = list(Path("/proc/self/fd").iterdir())  # the listing's own is closed again when it is done
+    raise SystemExit(len([entry for entry in entries if entry.is_symlink() and int(entry.name) > 2]))
+
+
+def is_interrupted(bootstrap: bytes) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    raise SystemExit(3)

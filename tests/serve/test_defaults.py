@@ -29,7 +29,9 @@ def test_embedded_model_on_a_plain_cpu():
 
 
 def test_a_cpu_with_bfloat16_keeps_the_models_type():
-    assert applied(fast_bf16=True).dtype == "auto"
+    assert applied(model="org/name", fast_bf16=True).dtype == "auto"
+    assert applied(model="org/name", fast_bf16=False).dtype == "float32"
+    assert applied(model="tiny", fast_bf16=True).dtype == "float32"
 
 
 def test_what_was_given_stays():

@@ -137,12 +137,12 @@ ABORT = Case(
     "abort",
     (
         (
-            Ask(text(90, 4), greedy(40)),
-            Ask(text(91, 4), greedy(120), abort_after=5, stream=True),
-            Ask(text(92, 6), greedy(40)),
-            Ask(text(93, 6), greedy(120), abort_after=17, stream=True),
+            Ask(text(196, 4), greedy(40)),
+            Ask(text(197, 4), greedy(120), abort_after=5, stream=True),
+            Ask(text(198, 6), greedy(40)),
+            Ask(text(199, 6), greedy(120), abort_after=17, stream=True),
         ),
-        (Ask(text(94, 6), greedy(16)),),
+        (Ask(text(200, 6), greedy(16)),),
     ),
 )
 CHUNKED = Case(

@@ -20,7 +20,7 @@ from tests.vllm.cases import GROUPS, Case, Group
 from tests.vllm.drive import checksum, differences, run_case
 
 EXPECTED = Path(__file__).parent / "expected"
-MARGIN = 2e-4
+MARGIN = 1e-4
 
 
 def with_margins(case: Case) -> Case:

@@ -1,0 +1,70 @@
+"""The same tokens as vLLM: every case of cases.py, live on AsyncPPEngine, against the values vLLM's own engine made.
+
+Engines of one configuration share one start across their cases. Expected values belong to the model whose weights they name.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_pp.models import resolve_model
+from tests.vllm.cases import BASE, GROUPS, PLAIN, Case, Group
+from tests.vllm.drive import checksum, differences, run_case
+
+EXPECTED = Path(__file__).parent / "expected"
+
+
+def expected(group: Group, model: Path) -> dict[str, Any]:
+    """Return the expected results by case name; fail when they belong to other weights."""
+    values: dict[str, Any] = json.loads((EXPECTED / f"{group.name}.json").read_text())
+    if values["weights_sha256"] != checksum(model):
+        pytest.fail(
+            f"expected/{group.name}.json was made from other weights than those in {model}: regenerate it with "
+            f"`python -m tests.vllm.make_expected {group.name}` and review the difference"
+        )
+    cases: dict[str, Any] = values["cases"]
+    return cases
+
+
+async def compare(group: Group, cases: tuple[Case, ...], scratch: Path, **parallel: int) -> None:
+    """Run cases of a group on one engine of the given parallel sizes; fail with every difference there is."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from async_pp import AsyncPPEngine
+
+    model = Path(resolve_model(group.model))
+    want = expected(group, model)
+    found: list[str] = []
+    async with AsyncPPEngine.from_engine_args(
+        AsyncEngineArgs(model=str(model), **{**group.engine_args, **parallel})
+    ) as engine:
+        for case in cases:
+            waves, facts = await run_case(engine, case, model, scratch)
+            found += differences(case, waves, want[case.name], facts)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stages", [1, 2, 4], ids=lambda stages: f"pp{stages}")
+@pytest.mark.parametrize("name", ["base", "budget", "pressure"])
+async def test_tiny_model(name: str, stages: int, tmp_path: Path) -> None:
+    group = GROUPS[name]
+    await compare(group, group.cases, tmp_path, pipeline_parallel_size=stages)
+
+
+@pytest.mark.timeout(120)
+async def test_one_layer_per_rank(tmp_path: Path) -> None:
+    await compare(BASE, (PLAIN,), tmp_path, pipeline_parallel_size=8)
+
+
+@pytest.mark.timeout(120)
+async def test_tensor_parallel_in_each_stage(tmp_path: Path) -> None:
+    await compare(BASE, (PLAIN,), tmp_path, pipeline_parallel_size=2, tensor_parallel_size=2)
+
+
+@pytest.mark.timeout(180)
+async def test_default_model_on_two_ranks(tmp_path: Path) -> None:
+    group = GROUPS["smol"]
+    await compare(group, group.cases, tmp_path, pipeline_parallel_size=2)
