@@ -146,7 +146,12 @@ def test_the_real_parser_accepts_every_flag_and_never_exits():
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout.rpartition("RESULT")[2])
     # What vLLM itself wants a companion flag for.
-    companions = {"--enable-auto-tool-choice", "--enable-log-outputs"}
+    companions = {
+        "--enable-auto-tool-choice",
+        "--enable-log-outputs",
+        "--data-parallel-multi-port-external-lb",
+        "-dpm",
+    }
     assert [pair for pair in out["rejected"] if pair[0] not in companions] == []
     assert out["none"] == [None, "127.0.0.1", "warning", True, False]
     assert out["named"] == out["flag"] == "mine"

@@ -14,11 +14,11 @@ Contract = dict[tuple[str, str], dict[str, str]]
 
 CONTRACT: Contract = {
     ("v1/engine/async_llm.py", "AsyncLLM"): {
-        "__init__": "vllm_config, executor_class, log_stats, usage_context=, mm_registry=, log_requests=, start_engine_loop=, stat_loggers=, aggregate_engine_logging=, client_addresses=, client_count=, client_index=, profiler=",  # noqa: E501
+        "__init__": "vllm_config, executor_class, log_stats, usage_context=, mm_registry=, log_requests=, start_engine_loop=, stat_loggers=, aggregate_engine_logging=, client_addresses=, client_count=, client_index=, profiler=",
         "from_engine_args": "engine_args, start_engine_loop=, usage_context=, stat_loggers=",
-        "add_request": "async request_id, prompt, params, arrival_time=, lora_request=, tokenization_kwargs=, trace_headers=, priority=, data_parallel_rank=, session_id=, prompt_text=, reasoning_ended=, reasoning_parser_kwargs=, kv_hints=",  # noqa: E501
-        "generate": "async prompt, sampling_params, request_id, *, prompt_text=, lora_request=, tokenization_kwargs=, trace_headers=, priority=, data_parallel_rank=, session_id=, kv_hints=, reasoning_ended=, reasoning_parser_kwargs=",  # noqa: E501
-        "encode": "async prompt, pooling_params, request_id, lora_request=, trace_headers=, priority=, tokenization_kwargs=, reasoning_ended=",  # noqa: E501
+        "add_request": "async request_id, prompt, params, arrival_time=, lora_request=, tokenization_kwargs=, trace_headers=, priority=, data_parallel_rank=, session_id=, prompt_text=, reasoning_ended=, reasoning_parser_kwargs=, kv_hints=",
+        "generate": "async prompt, sampling_params, request_id, *, prompt_text=, lora_request=, tokenization_kwargs=, trace_headers=, priority=, data_parallel_rank=, session_id=, kv_hints=, reasoning_ended=, reasoning_parser_kwargs=",
+        "encode": "async prompt, pooling_params, request_id, lora_request=, trace_headers=, priority=, tokenization_kwargs=, reasoning_ended=",
         "abort": "async request_id, internal=",
         "get_supported_tasks": "async ",
         "check_health": "async ",
