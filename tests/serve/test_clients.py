@@ -29,9 +29,11 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "strict": True
 @pytest.fixture(scope="module")
 def client():
     argv = (MODEL, "-pp", "2", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with Server(*argv) as server:
-        with openai.OpenAI(base_url=server.ready().url + "/v1", api_key="none", timeout=90, max_retries=0) as client:
-            yield client
+    with (
+        Server(*argv) as server,
+        openai.OpenAI(base_url=server.ready().url + "/v1", api_key="none", timeout=90, max_retries=0) as client,
+    ):
+        yield client
 
 
 def test_models(client):
@@ -52,7 +54,7 @@ def test_completions_with_logprobs(client):
     answer = client.completions.create(model=MODEL, prompt="a", max_tokens=4, logprobs=3, temperature=0, seed=1)
     logprobs = answer.choices[0].logprobs
     assert len(logprobs.token_logprobs) == answer.usage.completion_tokens
-    assert all(len(top) >= 3 for top in logprobs.top_logprobs)
+    assert all(logprobs.top_logprobs)  # keyed by text, and several of this model's bytes look alike
 
 
 def test_chat_logprobs(client):
@@ -66,7 +68,7 @@ def test_chat_logprobs(client):
 def test_structured_output(client):
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=200, response_format=form)
-    person = json.loads(answer.choices[0].message.content)
+    person = json.loads(answer.choices[0].message.content, strict=False)  # nonsense may hold control bytes
     assert set(person) == {"name", "age"}
     assert 0 <= person["age"] <= 99
 
@@ -78,7 +80,7 @@ def test_tools(client, choice):
     )
     (call, *_) = answer.choices[0].message.tool_calls
     assert call.function.name == "get_weather"
-    assert set(json.loads(call.function.arguments)) == {"city"}
+    assert set(json.loads(call.function.arguments, strict=False)) == {"city"}
 
 
 def test_errors_are_the_packages_own(client):
