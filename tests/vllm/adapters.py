@@ -34,8 +34,8 @@ def make_adapter(directory: Path, model: Path, name: str) -> Path:
         for target in TARGETS:
             wide_in, wide_out = shapes[target]
             stem = f"base_model.model.model.layers.{layer}.self_attn.{target}"
-            tensors[f"{stem}.lora_A.weight"] = random.uniform(-0.2, 0.2, (RANK, wide_in)).astype(np.float32)
-            tensors[f"{stem}.lora_B.weight"] = random.uniform(-0.2, 0.2, (wide_out, RANK)).astype(np.float32)
+            tensors[f"{stem}.lora_A.weight"] = random.uniform(-0.8, 0.8, (RANK, wide_in)).astype(np.float32)
+            tensors[f"{stem}.lora_B.weight"] = random.uniform(-0.8, 0.8, (wide_out, RANK)).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(
         json.dumps(
