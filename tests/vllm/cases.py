@@ -170,9 +170,15 @@ PREEMPTION = Case(
     (tuple(Ask(text(120 + i, 3 + i % 3), greedy(100 - 3 * i)) for i in range(8)),),
     must=frozenset({"preemption"}),
 )
+# Plain requests travel alone: vLLM's CPU kernels give a request without an adapter the last adapter's weights when
+# another request of its step has one (they index with -1), so its tokens would depend on who shares its steps.
 LORA = Case(
     "lora",
-    (tuple(Ask(text(140, 5), greedy(20), lora=name) for name in (None, "amber", "cobalt", "amber", None)),),
+    (
+        tuple(Ask(text(140, 5), greedy(20)) for _ in range(2)),
+        tuple(Ask(text(140, 5), greedy(20), lora=name) for name in ("amber", "cobalt", "amber", "cobalt")),
+        (Ask(text(140, 5), greedy(20)),),
+    ),
     must=frozenset({"adapters_differ"}),
 )
 QUESTIONS = (
