@@ -1,6 +1,6 @@
 """The runner that hosts one of vLLM's workers, unchanged, through vLLM's own worker wrapper.
 
-What is added around the worker, and nothing else: the CPU runner's missing hand-over buffer (see `_make_buffer`), the
+What is added around the worker, and nothing else: the CPU runner's missing hand-over buffer (see `make_buffer`), the
 draft tokens of a speculative step, which travel with the step's own answer instead of being fetched by a later call
 that would find the next step's, and the wait for outputs that a device still copies.
 """
@@ -57,7 +57,7 @@ class VllmRunner:
         self.worker.init_device()
         self._report("device")
         self.worker.load_model()
-        self._make_buffer(vllm_config)
+        make_buffer(self.worker.worker.model_runner, vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
         last_stage = self._rank >= self._ranks - parallel.tensor_parallel_size
         self._takes_drafts = vllm_config.speculative_config is not None and last_stage
@@ -92,20 +92,24 @@ class VllmRunner:
         drafts = self.worker.take_draft_token_ids() if self._takes_drafts else None
         return output, drafts
 
-    def _make_buffer(self, vllm_config: VllmConfig) -> None:
-        """Make the buffer that receives the former stage's hidden states, where the runner did not.
 
-        vLLM's CPU runner makes it during the warm-up's profile run, which eager mode skips; the first request would
-        then end the engine.
-        """
-        from vllm.distributed import get_pp_group
+def make_buffer(runner: Any, vllm_config: VllmConfig) -> None:
+    """Make the buffer that receives the former stage's hidden states, where the runner did not.
 
-        runner: Any = self.worker.worker.model_runner
-        if not current_platform.is_cpu() or get_pp_group().is_first_rank:
-            return
-        if getattr(runner, "intermediate_tensors", ()) is not None:
-            return
-        with set_current_vllm_config(vllm_config):
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-            )
+    vLLM's CPU runner makes it during the warm-up's profile run, which eager mode skips; the first request would then
+    end the engine.
+
+    Args:
+        runner: the model runner of one of vLLM's workers, with its model loaded.
+        vllm_config: the whole configuration.
+    """
+    from vllm.distributed import get_pp_group
+
+    if not current_platform.is_cpu() or get_pp_group().is_first_rank:
+        return
+    if getattr(runner, "intermediate_tensors", ()) is not None:
+        return
+    with set_current_vllm_config(vllm_config):
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )

