@@ -20,6 +20,7 @@ import psutil
 import pytest
 import uvloop
 import zmq
+from tqdm import tqdm
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -125,7 +126,11 @@ def _left_over(before: Held) -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_warm() -> None:
-    """What libraries make once per process and keep: uvloop a pipe, pyzmq a thread that frees zero-copy messages."""
+    """What libraries make once per process and keep: uvloop a pipe, pyzmq a thread that frees zero-copy messages.
+
+    tqdm would start a thread with its first progress bar, whichever test shows one: it is told not to.
+    """
+    tqdm.monitor_interval = 0
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.sleep(0))
     with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:

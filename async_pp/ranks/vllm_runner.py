@@ -1,8 +1,9 @@
 """The runner that hosts one of vLLM's workers, unchanged, through vLLM's own worker wrapper.
 
 What is added around the worker, and nothing else: the CPU runner's missing hand-over buffer (see `make_buffer`), the
-draft tokens of a speculative step, which travel with the step's own answer instead of being fetched by a later call
-that would find the next step's, and the wait for outputs that a device still copies.
+missing `drafter` of the stages that do not draft, the draft tokens of a speculative step, which travel with the step's
+own answer instead of being fetched by a later call that would find the next step's, and the wait for outputs that a
+device still copies.
 """
 
 import os
@@ -57,7 +58,11 @@ class VllmRunner:
         self.worker.init_device()
         self._report("device")
         self.worker.load_model()
-        make_buffer(self.worker.worker.model_runner, vllm_config)
+        runner: Any = self.worker.worker.model_runner
+        make_buffer(runner, vllm_config)
+        if vllm_config.speculative_config is not None and not hasattr(runner, "drafter"):
+            # Only the last stage drafts. Elsewhere vLLM leaves the attribute out, yet asks it when it makes the cache.
+            runner.drafter = None
         current_platform.update_block_size_for_backend(vllm_config)
         last_stage = self._rank >= self._ranks - parallel.tensor_parallel_size
         self._takes_drafts = vllm_config.speculative_config is not None and last_stage
