@@ -21,8 +21,8 @@ from async_pp.bench.systems import System
 IDLE_S = 5.0
 """For how long an idle server is watched."""
 
-SETTLE_S = 1.0
-"""After the last answer, before it counts as idle."""
+SETTLE_S = 2.0
+"""After the last answer, before it counts as idle: vLLM's readers spin for a second after a message."""
 
 WARM_UP_TOKENS = 8
 """Length of the answers of a level's warm-up, which has as many requests as the level has in flight."""

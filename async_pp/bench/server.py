@@ -1,4 +1,8 @@
-"""One server under test: a child process in a session of its own, from its start to the end of all its processes."""
+"""One server under test: a child process in a session of its own, from its start to the end of all that it made.
+
+vLLM's server leaves sockets in the folder for temporary files and shared memory behind, also when it is stopped as it
+should be. So a server gets a folder of its own, and the shared memory that its processes had open is removed.
+"""
 
 import contextlib
 import http.client
@@ -9,7 +13,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Self
 
 import psutil
@@ -49,6 +54,7 @@ class Server:
         self._environment = environment
         self._port = port
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen[bytes] | None = None
         self.start_to_first_token_s = 0.0
 
@@ -67,7 +73,7 @@ class Server:
             began = time.monotonic()
             self._process = subprocess.Popen(
                 self._command,
-                env=dict(self._environment),
+                env={**self._environment, "TMPDIR": self._folder.name},
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -85,6 +91,7 @@ class Server:
         """Stop it: SIGTERM, then, after bounded time, SIGKILL to all of its processes."""
         if self._process is not None:
             family = self.processes()
+            shared_memory = _shared_memory(family)
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_LIMIT_S)
@@ -95,6 +102,9 @@ class Server:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self._process.wait()
+            for path in shared_memory:
+                path.unlink(missing_ok=True)
+        self._folder.cleanup()
         self._log.close()
 
     def processes(self) -> list[psutil.Process]:
@@ -151,6 +161,17 @@ def free_port() -> int:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Files of shared memory that the processes have mapped."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if (at := line.find("/dev/shm/")) >= 0:
+                    found.add(Path(line[at:].removesuffix(" (deleted)")))
+    return found
 
 
 def last_lines(log: IO[bytes]) -> str:
