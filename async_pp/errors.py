@@ -24,6 +24,17 @@ class AsyncPPError(Exception):
     """Root of all errors of this package."""
 
 
+def first_of(error: Exception) -> Exception:
+    """The first leaf of an exception group, or the error itself.
+
+    A task group ends with the group of what its tasks raised. Here the first is the cause: the others are the same
+    loss, seen by other tasks.
+    """
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class ConfigError(AsyncPPError):
     """The input cannot work. The message is one line and says what to change."""
 

@@ -30,7 +30,7 @@ from async_pp.engine.executor import OnPhase, RankExecutor, RankLayout
 from async_pp.engine.stepping import Stepping
 from async_pp.engine.streams import Streams
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor, worker_call
-from async_pp.engine.vllm_seam.config import cores, make_config
+from async_pp.engine.vllm_seam.config import config_errors, cores, make_config
 from async_pp.engine.vllm_seam.dead import as_dead
 from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core
 from async_pp.engine.vllm_seam.version import check
@@ -139,13 +139,14 @@ class AsyncPPEngine(AsyncLLM):
         )
         self._ranks = RankExecutor(layout, self._zygote, epoch=0, on_phase=self._on_phase, on_lost=self._lost)
         await self._ranks.start()
-        async with asyncio.TaskGroup() as tasks:  # the front end is built while the ranks load
-            front = tasks.create_task(asyncio.to_thread(_front_end, config, self.log_stats))
-            tasks.create_task(self._ranks.call(methodcaller("start", config, self._ranks.rendezvous, written)))
-        since = loop.time()
-        self._on_phase("load", None, since - began)
-        make_executor = partial(self._bridge, threading.get_ident())
-        core = await asyncio.to_thread(make_engine_core, config, make_executor, self.log_stats)
+        with config_errors():
+            async with asyncio.TaskGroup() as tasks:  # the front end is built while the ranks load
+                front = tasks.create_task(asyncio.to_thread(_front_end, config, self.log_stats))
+                tasks.create_task(self._ranks.call(methodcaller("start", config, self._ranks.rendezvous, written)))
+            since = loop.time()
+            self._on_phase("load", None, since - began)
+            make_executor = partial(self._bridge, threading.get_ident())
+            core = await asyncio.to_thread(make_engine_core, config, make_executor, self.log_stats)
         core.model_executor.supported_tasks = (await self._ranks.call(worker_call("get_supported_tasks")))[0]
         self._on_phase("kv_cache", None, loop.time() - since)
         self._wire(core, front.result())

@@ -211,7 +211,9 @@ class RankExecutor:
         """Apply `function` to every rank's runner, between steps. Returns the answers in rank order.
 
         Raises:
-            Exception: what the first failing rank raised, with its traceback as a note, when all have answered.
+            Exception: what the first failing rank raised, at once and with its traceback as a note. The others are not
+                waited for: they may sit in a collective with the one that failed.
+            StartupError: the same while the ranks start, which ends them.
             TimeoutError: not all answered within `timeout_s` seconds; the call itself goes on in the ranks.
             EngineFailed: the rank set was lost.
         """
@@ -222,11 +224,15 @@ class RankExecutor:
         try:
             self._send_all(channel, Call(call=number), payload)
             async with asyncio.timeout(timeout_s):
-                await asyncio.wait(futures)
+                await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+            for future in futures:
+                if future.done() and (error := future.exception()) is not None:
+                    raise error
+            return [future.result() for future in futures]
         finally:
             for future in futures:
-                future.cancel()  # no effect on a future that is done; makes a tombstone of one that is not
-        return [future.result() for future in futures]
+                if not future.cancel():  # one that is not done becomes a tombstone
+                    future.exception()  # looked at: the first failure has been raised
 
     def lose(self, error: EngineFailed) -> None:
         """End the epoch: every open future gets `error`, `on_lost` is told. Later causes change nothing."""
@@ -298,6 +304,11 @@ class RankExecutor:
                 self.lose(self._rank_error(rank, kind, text, step))
             case CallReply(call=call):
                 self._calls.resolve((call, rank), envelope.load())
+            case CallFailed(kind=kind, text=text) if self._phase != "running":
+                message = f"rank {rank} raised {_last_line(text, kind)} during start-up ({self._phase})"
+                failure = StartupError(message, phase=self._phase, rank=rank, epoch=self.epoch)
+                failure.__cause__ = self._rank_error(rank, kind, text, None)
+                self.lose(failure)
             case CallFailed(call=call, kind=kind, text=text):
                 error = envelope.load() if envelope.has_payload else None
                 if not isinstance(error, Exception):
@@ -310,8 +321,8 @@ class RankExecutor:
                 self._on_phase(name, rank, seconds)
 
     def _rank_error(self, rank: int, kind: str, text: str, step: int | None) -> RankError:
-        last = text.strip().rpartition("\n")[2] or kind
-        return RankError(f"rank {rank} raised {last}", traceback=text, rank=rank, epoch=self.epoch, step=step)
+        message = f"rank {rank} raised {_last_line(text, kind)}"
+        return RankError(message, traceback=text, rank=rank, epoch=self.epoch, step=step)
 
     def _reject(self, rank: int | None, error: WireError) -> None:
         self.rejected_frames += 1
@@ -322,3 +333,8 @@ class RankExecutor:
             return
         message = f"rank {rank} ended during start-up ({self._phase}): {status}"
         self.lose(StartupError(message, phase=self._phase, rank=rank, epoch=self.epoch))
+
+
+def _last_line(text: str, kind: str) -> str:
+    """What a traceback says in its last line: class and message of the error."""
+    return text.strip().rpartition("\n")[2] or kind

@@ -14,6 +14,7 @@ from async_pp.engine.executor import RankExecutor
 from async_pp.engine.planner import Planner
 from async_pp.engine.ports import Plan, SchedulerPort
 from async_pp.engine.settler import Settler
+from async_pp.errors import first_of
 from async_pp.wire.messages import SampleMode
 
 
@@ -81,7 +82,7 @@ class Stepping:
                 self._tasks = tasks
                 tasks.create_task(self._planner.run(), name="async_pp planner")
         except* Exception as group:  # noqa: BLE001 - unpacked, not swallowed
-            raise _first(group) from None
+            raise first_of(group) from None
 
     def lose(self, cause: BaseException) -> tuple[Step, ...]:
         """The epoch is over. Returns the steps that were in flight, oldest first."""
@@ -128,11 +129,3 @@ class Stepping:
         for rank, answer in futures:  # one coroutine per answer: each is folded the moment it comes
             name = f"async_pp step {step.number} rank {rank}"
             self._tasks.create_task(self._await(step, rank, answer), name=name)
-
-
-def _first(group: BaseExceptionGroup[Exception]) -> Exception:
-    """The first leaf: the group's other members are the same loss, seen by other steps."""
-    found: Exception | BaseExceptionGroup[Exception] = group
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found

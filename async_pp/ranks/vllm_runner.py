@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.logger import configure_logging
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -34,6 +35,7 @@ class VllmRunner:
         self._ranks = ranks
         self._report = report
         self._takes_drafts = False
+        self._made = False  # the wrapper holds a worker
 
     def start(self, vllm_config: VllmConfig, init_method: str, environment: Mapping[str, str]) -> None:
         """Make the worker, initialise its device and process group, load the model.
@@ -44,6 +46,7 @@ class VllmRunner:
             environment: variables that the configuration set in the engine's process.
         """
         os.environ.update(environment)
+        configure_logging(vllm_config.logging_config)
         parallel = vllm_config.parallel_config
         self.worker = WorkerWrapperBase(rpc_rank=self._rank, global_rank=self._rank)
         arguments: list[dict[str, Any]] = [{} for _ in range(self._ranks)]
@@ -55,6 +58,7 @@ class VllmRunner:
             "is_driver_worker": self._rank % parallel.tensor_parallel_size == 0,
         }
         self.worker.init_worker(arguments)
+        self._made = True
         self.worker.init_device()
         self._report("device")
         self.worker.load_model()
@@ -83,7 +87,7 @@ class VllmRunner:
 
     def close(self) -> None:
         """Shut the worker down and leave the process groups."""
-        if not hasattr(self, "worker"):
+        if not self._made:
             return
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 

@@ -9,12 +9,20 @@ from async_pp.serve.preflight import Preflight
 
 _ASKS_THE_HUB = ("tokenizer", "hf_config_path", "speculative_config", "spec_model", "lora_modules", "default_mm_loras")
 
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch._library.triton",
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+}
+
 
 def defaults(preflight: Preflight) -> dict[str, str]:
     """What to set where the user set nothing.
 
     One machine: rendezvous and gloo stay on loopback, so nothing listens on another interface. No usage reports. No
-    look at the hub for a model that is on disk. vLLM is quiet below warnings unless `--verbose`.
+    look at the hub for a model that is on disk. Unless `--verbose` asks for all of it, vLLM and PyTorch tell errors
+    only: what they warn of at each start (no Triton on CPU, options that eager mode ignores) is as it should be here.
     """
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -23,7 +31,7 @@ def defaults(preflight: Preflight) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if not preflight.verbose:
-        wanted["VLLM_LOGGING_LEVEL"] = "WARNING"
+        wanted |= _QUIET
     if preflight.local_model and not any(preflight.given.get(name) for name in _ASKS_THE_HUB):
         wanted["HF_HUB_OFFLINE"] = "1"
     return wanted

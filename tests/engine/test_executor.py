@@ -146,6 +146,7 @@ async def test_a_killed_rank_ends_every_open_future_with_one_typed_error(ranks: 
     gate = ranks.executor.runtime_dir / "gate"
     os.mkfifo(gate)
     calling = asyncio.create_task(ranks.executor.call(OnWorker(_opener(gate))))
+    await asyncio.sleep(0)  # the call is sent: both ranks will stand at the gate when the step comes
     ((_, future),) = ranks.executor.execute(0, Load(1, 1), grammar=None, sample="now", scope=Scope.OUTPUT)
     os.kill(ranks.pid(victim), signal.SIGKILL)
     with pytest.raises(RankLost, match=f"rank {victim} ended: signal SIGKILL") as caught:
@@ -179,6 +180,42 @@ async def test_a_rank_that_cannot_start_is_a_startup_error(zygote: Zygote, runne
     assert error.rank is not None
     assert "start-up" in str(error)
     await made.executor.close()
+
+
+def _raises_on(victim: int, gate: Path) -> Callable[[Any], str]:
+    """Raise on one rank; on the others wait for a writer that never comes, as in a collective without that rank."""
+
+    def act(worker: Any) -> str:
+        if worker._rank == victim:
+            raise ValueError("no memory")
+        return gate.open().read()
+
+    return act
+
+
+async def test_a_rank_that_raises_alone_during_start_ends_it_at_once(zygote: Zygote) -> None:
+    made = Set(zygote)
+    executor = made.executor
+    await executor.start()
+    gate = executor.runtime_dir / "gate"
+    os.mkfifo(gate)
+    with pytest.raises(StartupError, match=r"rank 1 raised ValueError: no memory during start-up \(load\)") as caught:
+        await executor.call(OnWorker(_raises_on(1, gate)))
+    assert (caught.value.rank, caught.value.phase) == (1, "load")
+    assert isinstance(caught.value.__cause__, RankError)
+    assert "Traceback" in caught.value.__cause__.traceback
+    await executor.close()
+
+
+async def test_a_call_that_raises_on_one_rank_does_not_wait_for_the_others(ranks: Set) -> None:
+    gate = ranks.executor.runtime_dir / "gate"
+    os.mkfifo(gate)
+    with pytest.raises(ValueError, match="no memory"):
+        await ranks.executor.call(OnWorker(_raises_on(0, gate)))
+    later = asyncio.create_task(ranks.executor.call(OnWorker(attrgetter("_rank"))))
+    await asyncio.to_thread(_let_through, gate, 1)
+    assert await later == [0, 1]
+    assert not ranks.lost
 
 
 async def test_closing_ends_open_calls_and_leaves_nothing(zygote: Zygote) -> None:

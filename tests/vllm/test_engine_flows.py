@@ -5,14 +5,19 @@ plain answer, which test_same_tokens.py has compared with vLLM's.
 """
 
 import asyncio
+import gc
 import json
+import logging
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
+from async_pp.errors import ConfigError, StartupError
 from tests.vllm.adapters import NAMES
 from tests.vllm.cases import CHOICE, JSON_SCHEMA, PERSON, text
 from tests.vllm.drive import lora_request
@@ -181,8 +186,6 @@ async def test_decoder_as_an_embedding_model(stages: int) -> None:
 
 
 async def test_encoder_only_model(tmp_path: Path) -> None:
-    from async_pp.errors import ConfigError
-
     model = make_bert(tmp_path / "bert")
     async with engine(model, runner="pooling", max_num_batched_tokens=512) as running:
         alone = await vector(running, "alone", text(0, 6))
@@ -205,6 +208,19 @@ async def test_ngram_speculation_changes_no_token(stages: int) -> None:
         assert found == [plain] * 3
 
 
+async def test_a_start_that_the_ranks_refuse_is_one_error_and_leaves_nothing() -> None:
+    with pytest.raises(StartupError, match="rank [01] raised ValueError: .*memory") as caught:
+        async with engine(pipeline_parallel_size=2, kv_cache_memory_bytes=None, gpu_memory_utilization=0.9999):
+            pass
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_cache_that_is_too_small_for_one_request_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="(?i)cache"):
+        async with engine(num_gpu_blocks_override=2, pipeline_parallel_size=2):
+            pass
+
+
 async def test_two_engines_in_one_process() -> None:
     async with engine(pipeline_parallel_size=2) as one, engine() as two:
         first, second = await asyncio.gather(tokens(one, "same id", 30), tokens(two, "same id", 30))
@@ -217,4 +233,18 @@ def test_on_either_loop(run: Any) -> None:
         async with engine(pipeline_parallel_size=2) as running:
             return len(await tokens(running, "one", 10))
 
+    before = host()
     assert run(main()) == 10
+    assert host() == before
+
+
+def host() -> Any:
+    """Return what belongs to the program around the engine: environment, signal handlers, logging, collector."""
+    loggers = [logging.getLogger(name) for name in (None, "vllm", "async_pp")]
+    return (
+        dict(os.environ),
+        [signal.getsignal(number) for number in signal.valid_signals()],
+        [(logger.level, list(logger.handlers), logger.propagate) for logger in loggers],
+        logging.getLogRecordFactory(),
+        gc.get_freeze_count(),
+    )

@@ -1,9 +1,13 @@
 """vLLM's configuration, made without leaving marks on the host program.
 
-Creating it writes environment variables (thread settings, preloads) that vLLM's own worker processes inherit. Here the
-writes are undone and handed to the ranks instead.
+Creating it writes environment variables (thread settings, preloads) that vLLM's own worker processes inherit, and
+configures logging. Here the environment is restored and handed to the ranks instead, and only the ranks' logging is
+configured.
 """
 
+import copy
+import dataclasses
+import math
 import os
 import pkgutil
 from collections.abc import Iterator, Mapping
@@ -13,10 +17,17 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
 from async_pp.engine.vllm_seam.plugin import BACKEND
-from async_pp.errors import ConfigError
+from async_pp.errors import ConfigError, first_of
 from async_pp.ranks.environment import split_cores
+
+FREE_MEMORY_FOR_KV = 0.4
+"""Share of a node's free memory that the KV caches of its ranks take together on CPU."""
+
+MOST_KV_BYTES = 4 << 30
+"""Largest KV cache of a rank that is made unasked on CPU: every page is touched at start, about 1 s per GiB."""
 
 
 @contextmanager
@@ -49,16 +60,38 @@ def make_config(args: AsyncEngineArgs, usage_context: Any) -> tuple[VllmConfig, 
             f"--distributed-executor-backend {args.distributed_executor_backend} cannot be used here: "
             "async_pp brings its own ranks; leave the option out"
         )
+    args = copy.copy(args)
     args.distributed_executor_backend = backend  # the class: vLLM asks it, not its name, whether it can do pipelines
-    with captured_environment() as written:
-        try:
-            config = args.create_engine_config(usage_context=usage_context)
-        except ConfigError:
-            raise
-        except (ValueError, TypeError, OSError, NotImplementedError, AssertionError, KeyError) as error:
-            raise ConfigError(_one_line(error)) from error
+    logging_config = args.create_logging_config()
+    # How this process logs is the host program's to say; the ranks follow what the arguments say.
+    args.logging_config = dataclasses.replace(logging_config, configure_logging=False, pylogging_config_file=None)
+    args.log_level = args.log_config_file = None
+    with captured_environment() as written, config_errors():
+        config = args.create_engine_config(usage_context=usage_context)
+    config.logging_config = logging_config
     check(config)
+    share_memory(config)
     return config, written
+
+
+@contextmanager
+def config_errors() -> Iterator[None]:
+    """Turn what vLLM raises in this process over arguments, model files and sizes into one line.
+
+    Our own errors pass, out of task groups too.
+
+    Raises:
+        ConfigError: with vLLM's words.
+    """
+    try:
+        yield
+    except Exception as error:
+        first = first_of(error)
+        if isinstance(first, (ValueError, TypeError, OSError, NotImplementedError, AssertionError, KeyError)):
+            raise ConfigError(_one_line(first)) from first
+        if first is not error:
+            raise first from None
+        raise
 
 
 def check(config: VllmConfig) -> None:
@@ -82,6 +115,22 @@ def check(config: VllmConfig) -> None:
     transfer = config.kv_transfer_config
     if transfer is not None and current_platform.is_cpu() and transfer.has_connector("OffloadingConnector"):
         raise ConfigError("OffloadingConnector does not work on CPU: leave it out or run on a GPU")
+
+
+def share_memory(config: VllmConfig) -> None:
+    """Size each rank's KV cache where the user left memory open. In place; CPU only.
+
+    vLLM lets one worker take nearly all memory of its NUMA node, and refuses to start a second one there. Here the
+    ranks share the node with each other and with the host program.
+    """
+    cache = config.cache_config
+    untouched = cache.gpu_memory_utilization == type(cache).gpu_memory_utilization
+    if cache.kv_cache_memory_bytes is not None or not untouched or not current_platform.is_cpu():
+        return
+    nodes = {core.numa_node for core in get_allowed_cpu_list()}
+    ranks_per_node = math.ceil(config.parallel_config.world_size / len(nodes))
+    free_bytes = min(get_memory_node_info(node).available_memory for node in nodes)
+    cache.kv_cache_memory_bytes = min(MOST_KV_BYTES, int(FREE_MEMORY_FOR_KV * free_bytes / ranks_per_node))
 
 
 def cores(config: VllmConfig, environment: Mapping[str, str] = os.environ) -> list[tuple[int, ...] | None]:
