@@ -95,6 +95,7 @@ class _Zygote:
                     os.read(self._woken, 4096)
                 self._reap()
             if self._parent in ready or (control in ready and not self._serve()):
+                self._reap()  # ranks that have ended must not stay zombies where nobody adopts them
                 return
 
     def _serve(self) -> bool:
