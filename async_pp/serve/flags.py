@@ -39,7 +39,7 @@ def add_group(parser: argparse.ArgumentParser) -> None:
         "--verbose",
         action="store_true",
         default=False,
-        help="Show the informational logs of vLLM and uvicorn too. Warnings and errors are always shown.",
+        help="Show the informational logs of vLLM and uvicorn too. Errors are always shown.",
     )
     group.add_argument(
         "--no-uvloop",

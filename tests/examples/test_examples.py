@@ -1,6 +1,7 @@
 """The examples are programs a user would copy: short, and they run."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+README = EXAMPLES.parent / "README.md"
 ENVIRONMENT = {**os.environ, "MODEL": "tiny", "PYTHONUNBUFFERED": "1"}
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
@@ -33,6 +35,17 @@ def test_it_runs_and_leaves_nothing(name: str, arguments: list[str], lines: int)
     if name == "two_engines.py":
         first, second = (line.partition(": ")[2] for line in done.stdout.splitlines()[-2:])
         assert first == second, "one model, one prompt: the number of stages changes nothing"
+
+
+def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    body = [line for line in program.splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(body) <= 15
+    path = tmp_path / "readme.py"
+    path.write_text(program.replace('"default"', '"tiny"'))
+    done = subprocess.run([sys.executable, path], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) >= 16  # one line or more per streamed token
 
 
 def test_the_fastapi_application_streams(tmp_path: Path) -> None:
