@@ -62,7 +62,10 @@ class Payload:
         buffers: list[pickle.PickleBuffer] = []
         try:
             head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+            by_value = b"__main__" in head  # what it names there is another module, or nothing, at the other end
         except (pickle.PicklingError, AttributeError, TypeError):
+            by_value = True
+        if by_value:
             buffers.clear()
             sink = io.BytesIO()
             cloudpickle.Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(value)

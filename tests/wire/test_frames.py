@@ -3,6 +3,7 @@
 import pickle
 import random
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -274,3 +275,17 @@ def test_20_000_mutated_frames_none_accepted_nothing_decoded(monkeypatch: pytest
     assert not decoded
     monkeypatch.undo()
     assert opener.open(frame).load() == {"tokens": list(range(50))}, "the opener is where it was"
+
+
+def test_a_function_of_the_main_module_travels_by_value() -> None:
+    """The host's `__main__` is not the rank's: a name in it would be found nowhere, or be another function."""
+    sealer, opener = pair()
+    main = sys.modules["__main__"]
+    code = "def doubled(x): return 2 * x\nclass Thing: factor = 3\n"
+    exec(code, main.__dict__)
+    try:
+        frame = sealer.seal(Call(call=1), (main.doubled, main.Thing))
+    finally:
+        del main.doubled, main.Thing
+    doubled, thing = opener.open(frame).load()
+    assert (doubled(4), thing.factor) == (8, 3)
