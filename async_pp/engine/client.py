@@ -25,6 +25,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerFactory, StatLoggerManager, load_stat_logger_plugin_factories
 
+from async_pp.core.policy import Balanced
 from async_pp.engine.core_client import InProcessClient
 from async_pp.engine.executor import OnPhase, RankExecutor, RankLayout
 from async_pp.engine.stepping import Stepping
@@ -183,7 +184,16 @@ class AsyncPPEngine(AsyncLLM):
         """Put core, steps, client and streams together and start stepping."""
         assert self._ranks is not None
         self.renderer, self.input_processor, self.output_processor = front
-        self._scheduler = VllmScheduler(core, wake=loop_wake(self._loop, self._wake), emit=self._streams.emit)
+        stages = self.vllm_config.parallel_config.pipeline_parallel_size
+        # With vLLM's async scheduling its workers prescribe when a request may decode again.
+        splits = stages > 1 and not self.scheduler_config.async_scheduling
+        self._scheduler = VllmScheduler(
+            core,
+            wake=loop_wake(self._loop, self._wake),
+            emit=self._streams.emit,
+            policy=Balanced(stages) if splits else None,
+            clock=self._loop.time,
+        )
         depth = self.vllm_config.max_concurrent_batches
         self._stepping = Stepping(self._scheduler, self._ranks, depth=depth, emit=self._streams.emit)
         self.engine_core = InProcessClient(self._scheduler, self._ranks, self._stepping, self._streams)

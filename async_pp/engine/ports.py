@@ -20,6 +20,8 @@ class Plan:
         samples: whether sampling follows the forward pass.
         pending_tokens: whether its grammar bitmask needs tokens of steps that are still in flight.
         scope: the ranks whose answers the settle needs.
+        decodes: requests in it that have their prompt behind them.
+        prompt_tokens: tokens of the others.
     """
 
     requests: Sequence[str]
@@ -27,6 +29,8 @@ class Plan:
     samples: bool
     pending_tokens: bool
     scope: Scope
+    decodes: int = 0
+    prompt_tokens: int = 0
 
 
 class SchedulerPort(Protocol):

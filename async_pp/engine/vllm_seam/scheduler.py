@@ -12,7 +12,8 @@ scheduler (a failed grammar, for one) is settled at once.
 import asyncio
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -24,6 +25,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
 
 from async_pp.core.gather import Scope
+from async_pp.core.policy import Balanced
 from async_pp.engine.ports import Plan
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor
 
@@ -48,15 +50,34 @@ class VllmScheduler:
         core: a started engine core.
         wake: called, from any thread, when a grammar has been compiled.
         emit: takes what a plan that is not dispatched has to tell the streams.
+        policy: splits the load over steps; None leaves that to vLLM.
+        clock: monotonic seconds.
     """
 
     def __init__(
-        self, core: Any, *, wake: Callable[[], None], emit: Callable[[Sequence[EngineCoreOutputs]], None]
+        self,
+        core: Any,
+        *,
+        wake: Callable[[], None],
+        emit: Callable[[Sequence[EngineCoreOutputs]], None],
+        policy: Balanced | None,
+        clock: Callable[[], float],
     ) -> None:
         self.core = core
         self.scheduler = core.scheduler
         self._wake = wake
         self._emit = emit
+        self._policy = policy
+        self._clock = clock
+        config = core.vllm_config
+        self._cuts_prompts = (
+            config.scheduler_config.enable_chunked_prefill
+            and not config.model_config.is_multimodal_model
+            and not self.scheduler.need_mamba_block_aligned_split
+        )
+        speculative = config.speculative_config
+        self._tokens_per_decode = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
+        self._decode_steps = 0  # steps in flight that carry decodes and no prompt
         self._samples = not core.is_pooling_model
         self._newest_drafts: Any = None
         connectors = (self.scheduler.connector, self.scheduler.ec_connector)
@@ -97,23 +118,31 @@ class VllmScheduler:
 
     def plan(self) -> Plan | None:
         """One call of vLLM's scheduler, or none at all when nothing could run."""
-        if not self._could_run():
+        decoding = {request.request_id for request in self.scheduler.running if not request.is_prefill_chunk}
+        held = self._hold(len(decoding))
+        if not self._could_run(held):
             return None
-        output = self.scheduler.schedule()
+        output = self._schedule(len(decoding) - len(held))
         if not output.total_num_scheduled_tokens and not self._has_connector:
             self._carried = output if self._carried is None else _merged(self._carried, output)
             self._settle_empty(output)
             return None
         if self._carried is not None:
             output, self._carried = _merged(self._carried, output), None
-        tokens = output.total_num_scheduled_tokens > 0
-        return Plan(
-            requests=tuple(output.num_scheduled_tokens),
+        tokens = output.total_num_scheduled_tokens
+        scheduled = output.num_scheduled_tokens
+        decodes = decoding & scheduled.keys()
+        plan = Plan(
+            requests=tuple(scheduled),
             work=output,
-            samples=tokens and self._samples,
+            samples=tokens > 0 and self._samples,
             pending_tokens=output.pending_structured_output_tokens,
             scope=Scope.ALL if self._has_connector else Scope.OUTPUT,
+            decodes=len(decodes),
+            prompt_tokens=tokens - sum(scheduled[request_id] for request_id in decodes),
         )
+        self._decode_steps += _only_decodes(plan)
+        return plan
 
     def bitmask(self, plan: Plan) -> Any:
         """The grammar bitmask of a step, or None when it has no structured output."""
@@ -128,6 +157,10 @@ class VllmScheduler:
         if len(answers) > 1:
             output = self._folded([answer for answer, _ in answers.values()], output_rank)
         outputs = self.scheduler.update_from_output(plan.work, output)
+        self._decode_steps -= _only_decodes(plan)
+        if self._policy is not None:
+            running = sum(not request.is_prefill_chunk for request in self.scheduler.running)
+            self._policy.settled(running, plan.decodes, plan.prompt_tokens, self._clock())
         if drafts is not None:
             self._newest_drafts = drafts
             if not self.core.async_scheduling:  # with it, the workers keep their drafts themselves
@@ -141,7 +174,48 @@ class VllmScheduler:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _could_run(self) -> bool:
+    def _hold(self, decoding: int) -> set[str]:
+        """Let the next call of `schedule()` leave out the decodes that the policy leaves out. Returns their ids.
+
+        vLLM skips a running request while its scheduler's step counter is below the request's own. Who was left out
+        longest goes first: whoever is left out gets the newest count.
+        """
+        if self._policy is None or not decoding:
+            return set()
+        step = self.scheduler.current_step + 1  # what the next call will make of it
+        ready = [r for r in self.scheduler.running if not r.is_prefill_chunk and _has_tokens(r)]
+        limit = self._policy.decode_limit(decoding, len(ready), self._decode_steps)
+        ready.sort(key=lambda request: request.next_decode_eligible_step, reverse=True)
+        for request in ready[:limit]:  # left out of a call that was not made after all: the counter stands still
+            request.next_decode_eligible_step = min(request.next_decode_eligible_step, step)
+        for request in ready[limit:]:
+            request.next_decode_eligible_step = step + 1
+        return {request.request_id for request in ready[limit:]}
+
+    def _schedule(self, decodes: int) -> SchedulerOutput:
+        """vLLM's `schedule()`, with no more prompt tokens than the policy's share.
+
+        Only where a prompt may be cut anywhere: elsewhere a prompt longer than the share would never be taken.
+        """
+        scheduler = self.scheduler
+        if self._policy is None or not self._cuts_prompts:
+            return scheduler.schedule()
+        most = scheduler.max_num_scheduled_tokens
+        share = self._policy.prompt_limit(self._pending_prompt_tokens())
+        scheduler.max_num_scheduled_tokens = min(most, share + decodes * self._tokens_per_decode)
+        try:
+            return scheduler.schedule()
+        finally:
+            scheduler.max_num_scheduled_tokens = most
+
+    def _pending_prompt_tokens(self) -> int:
+        """Prompt tokens that no step has taken yet."""
+        scheduler = self.scheduler
+        chunked = (request for request in scheduler.running if request.is_prefill_chunk)
+        waiting = itertools.chain(chunked, scheduler.waiting, scheduler.kv_holding_waiting)
+        return sum(request.num_tokens - request.num_computed_tokens for request in waiting)
+
+    def _could_run(self, held: Container[str]) -> bool:
         """Whether `schedule()` has a candidate: one that waits, or runs with tokens that no step in flight carries."""
         scheduler = self.scheduler
         if scheduler.pause_state == PauseState.PAUSED_ALL:
@@ -150,10 +224,7 @@ class VllmScheduler:
             return True
         if self._has_connector and scheduler.has_finished_requests():
             return True
-        return any(
-            request.num_tokens_with_spec + request.num_output_placeholders > request.num_computed_tokens
-            for request in scheduler.running
-        )
+        return any(_has_tokens(request) and request.request_id not in held for request in scheduler.running)
 
     def _settle_empty(self, output: SchedulerOutput) -> None:
         outputs = self.scheduler.update_from_output(output, EMPTY_MODEL_RUNNER_OUTPUT)
@@ -178,6 +249,15 @@ class VllmScheduler:
         compiling = None if structured is None else structured._grammar  # noqa: SLF001 - the future itself
         if compiling is not None and hasattr(compiling, "add_done_callback"):
             compiling.add_done_callback(lambda _: self._wake())
+
+
+def _has_tokens(request: Request) -> bool:
+    """Whether a running request has tokens that no step in flight carries."""
+    return bool(request.num_tokens_with_spec + request.num_output_placeholders > request.num_computed_tokens)
+
+
+def _only_decodes(plan: Plan) -> bool:
+    return plan.decodes > 0 and not plan.prompt_tokens
 
 
 def _merged(earlier: SchedulerOutput, later: SchedulerOutput) -> SchedulerOutput:
