@@ -1,21 +1,24 @@
 """The runner that hosts one of vLLM's workers, unchanged, through vLLM's own worker wrapper.
 
 What is added around the worker, and nothing else: the CPU runner's missing hand-over buffer (see `make_buffer`), the
-missing `drafter` of the stages that do not draft, the draft tokens of a speculative step, which travel with the step's
-own answer instead of being fetched by a later call that would find the next step's, and the wait for outputs that a
-device still copies.
+missing `drafter` of the stages that do not draft, waiting for the former stage without spinning (see `handover`), the
+draft tokens of a speculative step, which travel with the step's own answer instead of being fetched by a later call
+that would find the next step's, and the wait for outputs that a device still copies.
 """
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_pp_group
 from vllm.logger import configure_logging
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from async_pp.ranks.handover import announce_handovers
 from async_pp.ranks.runner import Report
 
 
@@ -36,6 +39,7 @@ class VllmRunner:
         self._report = report
         self._takes_drafts = False
         self._made = False  # the wrapper holds a worker
+        self._close_handovers: Callable[[], None] | None = None
 
     def start(self, vllm_config: VllmConfig, init_method: str, environment: Mapping[str, str]) -> None:
         """Make the worker, initialise its device and process group, load the model.
@@ -60,6 +64,8 @@ class VllmRunner:
         self.worker.init_worker(arguments)
         self._made = True
         self.worker.init_device()
+        folder = Path(init_method.removeprefix("file://")).parent
+        self._close_handovers = announce_handovers(get_pp_group(), folder)
         self._report("device")
         self.worker.load_model()
         runner: Any = self.worker.worker.model_runner
@@ -92,6 +98,8 @@ class VllmRunner:
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         self.worker.shutdown()
+        if self._close_handovers is not None:
+            self._close_handovers()
         destroy_model_parallel()
         destroy_distributed_environment()
 
@@ -112,8 +120,6 @@ def make_buffer(runner: Any, vllm_config: VllmConfig) -> None:
         runner: the model runner of one of vLLM's workers, with its model loaded.
         vllm_config: the whole configuration.
     """
-    from vllm.distributed import get_pp_group
-
     if not current_platform.is_cpu() or get_pp_group().is_first_rank:
         return
     if getattr(runner, "intermediate_tensors", ()) is not None:
