@@ -1,9 +1,10 @@
 """The runner that hosts one of vLLM's workers, unchanged, through vLLM's own worker wrapper.
 
 What is added around the worker, and nothing else: the CPU runner's missing hand-over buffer (see `make_buffer`), the
-missing `drafter` of the stages that do not draft, waiting for the former stage without spinning (see `handover`), the
-draft tokens of a speculative step, which travel with the step's own answer instead of being fetched by a later call
-that would find the next step's, and the wait for outputs that a device still copies.
+missing `drafter` of the stages that do not draft, waiting for the former stage without spinning (see `handover`), one
+loop for all process groups (see `gloo`), the draft tokens of a speculative step, which travel with the step's own
+answer instead of being fetched by a later call that would find the next step's, and the wait for outputs that a device
+still copies.
 """
 
 import os
@@ -18,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from async_pp.ranks.gloo import share_one_loop
 from async_pp.ranks.handover import announce_handovers
 from async_pp.ranks.runner import Report
 
@@ -52,6 +54,7 @@ class VllmRunner:
         os.environ.update(environment)
         configure_logging(vllm_config.logging_config)
         parallel = vllm_config.parallel_config
+        share_one_loop()
         self.worker = WorkerWrapperBase(rpc_rank=self._rank, global_rank=self._rank)
         arguments: list[dict[str, Any]] = [{} for _ in range(self._ranks)]
         arguments[self._rank] = {
