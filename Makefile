@@ -20,7 +20,7 @@ LOCKS      := requirements/cpu.lock requirements/vllm-cpu.lock
 help:
 	@echo "make serve    install, fetch the default model, serve it on port $(PORT) with pipeline parallel size 2"
 	@echo "make test     install, fetch the models, run the default tests"
-	@echo "make check    lint, format check, types, import contracts"
+	@echo "make check    lint, format check, types, import contracts, coverage of core and wire"
 	@echo "make install  the virtual environment in $(VENV), with the locked CPU dependencies and this package"
 	@echo "make model    fetch and convert the default model"
 	@echo "make clean    remove $(VENV) and caches (the converted model in the user's cache stays)"
@@ -63,6 +63,9 @@ check: install
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
+	@# What decides and what decodes is tested to the last branch, each by its own tests.
+	$(PY) -m pytest -q tests/core --cov=async_pp.core --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
+	$(PY) -m pytest -q tests/wire --cov=async_pp.wire --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
 
 format: install
 	$(PY) -m ruff format .
