@@ -1,14 +1,17 @@
 """The runner that hosts one of vLLM's workers, unchanged, through vLLM's own worker wrapper.
 
-What is added around the worker, and nothing else: the CPU runner's missing hand-over buffer (see `make_buffer`), the
-missing `drafter` of the stages that do not draft, waiting for the former stage without spinning (see `handover`), one
-loop for all process groups (see `gloo`), the draft tokens of a speculative step, which travel with the step's own
-answer instead of being fetched by a later call that would find the next step's, and the wait for outputs that a device
-still copies.
+What is added around the worker, and nothing else:
+
+- the CPU runner's missing hand-over buffer (`make_buffer`), and the missing `drafter` of stages that do not draft;
+- seeded requests whose prompts are cut, on CPUs (`_discarded_draw_nothing`);
+- waiting for the former stage without spinning (`handover`), one loop for all process groups (`gloo`);
+- draft tokens travel with their step's own answer, instead of being fetched by a later call that would find the next
+  step's, and outputs that a device still copies are waited for.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +91,8 @@ class VllmRunner:
 
     def sample(self, payload: Any) -> Any:
         """Sample under the grammar bitmask."""
-        return self._answer(self.worker.sample_tokens(payload))
+        with _discarded_draw_nothing(self.worker.worker.model_runner):
+            return self._answer(self.worker.sample_tokens(payload))
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         """Apply `function` to this runner."""
@@ -111,6 +115,25 @@ class VllmRunner:
             output = output.get_output()
         drafts = self.worker.take_draft_token_ids() if self._takes_drafts else None
         return output, drafts
+
+
+@contextmanager
+def _discarded_draw_nothing(runner: Any) -> Iterator[None]:
+    """Keep requests whose token will be discarded away from their own random generators.
+
+    A prompt that is cut samples a token after each portion, which is thrown away. vLLM lets a seeded request draw for
+    it and then turns its generator back, which generators on CPUs cannot: the first such request would end the engine.
+    """
+    generators = runner.input_batch.generators if current_platform.is_cpu() else {}
+    if not generators:
+        yield
+        return
+    discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+    kept = {index: generators.pop(index) for index in list(generators) if discarded[index]}
+    try:
+        yield
+    finally:
+        generators.update(kept)
 
 
 def make_buffer(runner: Any, vllm_config: VllmConfig) -> None:
