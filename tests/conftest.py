@@ -42,6 +42,11 @@ def set_environment() -> None:
 set_environment()
 
 
+KEPT_PROCESSES: set[int] = set()
+KEPT_DESCRIPTORS: set[int] = set()
+"""What outlives a test by intent: the zygote that is launched ahead for the next engine (tests/vllm/engines.py)."""
+
+
 @dataclass(frozen=True)
 class Held:
     """What this process holds of the machine."""
@@ -62,7 +67,7 @@ def _processes() -> frozenset[tuple[int, str]]:
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     found = set()
     for child in psutil.Process().children(recursive=True):
-        if child.pid == tracker:
+        if child.pid == tracker or child.pid in KEPT_PROCESSES:
             continue
         try:
             found.add((child.pid, " ".join(child.cmdline()) or child.name()))
@@ -81,7 +86,7 @@ def _descriptors() -> frozenset[tuple[int, str]]:
             found.add((int(entry), os.readlink(f"/proc/self/fd/{entry}")))
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
-    return frozenset((fd, target) for fd, target in found if fd != tracker)
+    return frozenset((fd, target) for fd, target in found if fd != tracker and fd not in KEPT_DESCRIPTORS)
 
 
 def _files() -> frozenset[str]:
@@ -120,7 +125,11 @@ def _left_over(before: Held) -> list[str]:
         *(f"process {pid}: {command}" for pid, command in sorted(after.processes - before.processes)),
         *(f"thread {thread.name}" for thread in after.threads - before.threads),
         *(f"descriptor {fd}: {target}" for fd, target in sorted(after.descriptors - before.descriptors)),
-        *(f"file {path}" for path in sorted(after.files - before.files) if not _of_others(path)),
+        *(
+            f"file {path}"
+            for path in sorted(after.files - before.files)
+            if not _of_others(path) and Path(path).exists()  # another run's may be gone by now
+        ),
     ]
 
 

@@ -108,6 +108,7 @@ def test_measures(against, systems, tmp_path):
     assert "async_pp rank 1" in rows[0]["idle_cpu_percent"]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_under_load_is_a_failure_and_leaves_nothing(tmp_path):

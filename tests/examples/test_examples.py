@@ -37,6 +37,7 @@ def test_it_runs_and_leaves_nothing(name: str, arguments: list[str], lines: int)
         assert first == second, "one model, one prompt: the number of stages changes nothing"
 
 
+@pytest.mark.slow  # embed_batch.py is nearly the same program
 def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     body = [line for line in program.splitlines() if line and not line.startswith(("import", "from"))]

@@ -1,10 +1,14 @@
 """Short ways to start the engine under test, and one small encoder-only model."""
 
+import atexit
 import json
 from pathlib import Path
 from typing import Any
 
 from async_pp.models import resolve_model
+from async_pp.ranks.environment import PRELOAD, rank_environment
+from async_pp.ranks.spawn import Zygote
+from tests import conftest
 from tests.vllm.cases import COMMON
 
 
@@ -13,13 +17,52 @@ def tiny() -> Path:
     return Path(resolve_model("tiny"))
 
 
+class _Ahead:
+    """A zygote that imports vLLM while the test before uses the cores little."""
+
+    def __init__(self) -> None:
+        self._spare: Zygote | None = None
+
+    def take(self) -> Zygote:
+        """Return the spare zygote, or a new one, and launch the next spare."""
+        taken = self._spare or _launched()
+        self._set(_launched())
+        return taken
+
+    def end(self) -> None:
+        """End the spare."""
+        if self._spare is not None:
+            self._spare.kill()
+            self._set(None)
+
+    def _set(self, spare: Zygote | None) -> None:
+        self._spare = spare
+        conftest.KEPT_PROCESSES.clear()
+        conftest.KEPT_DESCRIPTORS.clear()
+        if spare is not None:
+            assert spare._process is not None and spare._control is not None
+            conftest.KEPT_PROCESSES.add(spare._process.pid)
+            conftest.KEPT_DESCRIPTORS.update((spare._control.fileno(), spare._lifeline))
+
+
+def _launched() -> Zygote:
+    zygote = Zygote()
+    zygote.launch(rank_environment(2), PRELOAD)  # the number of threads is the forked rank's own
+    return zygote
+
+
+AHEAD = _Ahead()
+atexit.register(AHEAD.end)
+
+
 def engine(model: Path | None = None, **arguments: Any) -> Any:
     """Return an AsyncPPEngine that is not started, for the tiny model unless another folder is given."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from async_pp import AsyncPPEngine
 
-    return AsyncPPEngine.from_engine_args(AsyncEngineArgs(model=str(model or tiny()), **{**COMMON, **arguments}))
+    args = AsyncEngineArgs(model=str(model or tiny()), **{**COMMON, **arguments})
+    return AsyncPPEngine.from_engine_args(args, zygote=AHEAD.take())
 
 
 def sampling(max_tokens: int, **more: Any) -> Any:

@@ -174,7 +174,7 @@ async def test_adapters_come_and_go(tmp_path: Path) -> None:
         assert await tokens(running, "plain again") == plain
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_decoder_as_an_embedding_model(stages: int) -> None:
     async with engine(runner="pooling", pipeline_parallel_size=stages) as running:
         assert "embed" in await running.get_supported_tasks()
@@ -197,7 +197,7 @@ async def test_encoder_only_model(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_ngram_speculation_changes_no_token(stages: int) -> None:
     prompt = "copper " * 12
     async with engine() as running:
@@ -235,7 +235,9 @@ async def test_two_engines_in_one_process() -> None:
         assert cut == whole
 
 
-@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize(
+    "run", [pytest.param(asyncio.run, marks=pytest.mark.slow), uvloop.run], ids=["asyncio", "uvloop"]
+)
 def test_on_either_loop(run: Any) -> None:
     async def main() -> int:
         async with engine(pipeline_parallel_size=2) as running:

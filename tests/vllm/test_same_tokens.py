@@ -12,6 +12,7 @@ import pytest
 from async_pp.models import resolve_model
 from tests.vllm.cases import BASE, GROUPS, PLAIN, Case, Group
 from tests.vllm.drive import checksum, differences, run_case
+from tests.vllm.engines import engine
 
 EXPECTED = Path(__file__).parent / "expected"
 
@@ -30,18 +31,12 @@ def expected(group: Group, model: Path) -> dict[str, Any]:
 
 async def compare(group: Group, cases: tuple[Case, ...], scratch: Path, **parallel: int) -> None:
     """Run cases of a group on one engine of the given parallel sizes; fail with every difference there is."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from async_pp import AsyncPPEngine
-
     model = Path(resolve_model(group.model))
     want = expected(group, model)
     found: list[str] = []
-    async with AsyncPPEngine.from_engine_args(
-        AsyncEngineArgs(model=str(model), **{**group.engine_args, **parallel})
-    ) as engine:
+    async with engine(model, **group.engine_args, **parallel) as running:
         for case in cases:
-            waves, facts = await run_case(engine, case, model, scratch)
+            waves, facts = await run_case(running, case, model, scratch)
             found += differences(case, waves, want[case.name], facts)
     assert not found, "\n".join(found)
 
