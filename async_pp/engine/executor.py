@@ -182,6 +182,14 @@ class RankExecutor:
         self._phase = "running"
         self._unlink_shared_memory()
 
+    def forget_names(self) -> None:
+        """Remove the folder while the ranks go on: sockets, pipes and process groups are open and need no name.
+
+        For an owner that may be killed without a chance to close.
+        """
+        self._unlink_shared_memory()
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
     def execute(
         self, step: int, work: Any, *, grammar: Any, sample: SampleMode, scope: Scope
     ) -> list[tuple[int, asyncio.Future[Any]]]:

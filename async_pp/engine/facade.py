@@ -156,6 +156,7 @@ async def _start(owned: _Owned, config: Any, environment: dict[str, str]) -> Non
     await owned.ranks.start()
     await owned.ranks.call(methodcaller("start", config, owned.ranks.rendezvous, {}))
     owned.ranks.started()
+    owned.ranks.forget_names()  # vLLM kills its engine process without waiting when its server is told to stop
 
 
 def _close(thread: _LoopThread, owned: _Owned) -> None:

@@ -51,6 +51,9 @@ def announce_handovers(group: Any, folder: Path) -> Callable[[], None]:
         while pipes:
             os.close(pipes.popitem()[1])
 
+    here, stages = group.rank_in_group, group.world_size
+    pipe(here, (here + 1) % stages)  # opened now: the folder's names may be taken away once all ranks are up
+    pipe((here - 1) % stages, here)
     communicator.send_tensor_dict, communicator.recv_tensor_dict = announced_send, awaited_receive
     return close
 

@@ -67,13 +67,14 @@ def test_a_receive_waits_until_the_neighbour_announces(tmp_path: Path) -> None:
 def test_pipes_are_named_after_global_ranks_and_private(tmp_path: Path) -> None:
     middle = group(1, world=3)
     close = announce_handovers(middle, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"handover-4-5", "handover-5-6"}
     middle.device_communicator.send_tensor_dict("x", 2)
     path = tmp_path / "handover-5-6"
     assert path.is_fifo()
     assert path.stat().st_mode & 0o777 == 0o600
     before = len(os.listdir("/proc/self/fd"))
     close()
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert len(os.listdir("/proc/self/fd")) == before - 2
 
 
 @pytest.mark.parametrize(

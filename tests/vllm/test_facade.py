@@ -48,6 +48,7 @@ def test_llm_gives_the_expected_tokens(tmp_path):
     assert json.loads((tmp_path / "tokens").read_text()) == want
 
 
+@pytest.mark.slow  # the server starts vLLM three times over
 def test_vllms_own_server_runs_on_our_ranks(tmp_path):
     with contextlib.closing(bind("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
