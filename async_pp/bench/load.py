@@ -16,6 +16,7 @@ from typing import IO, Any, Self
 
 from async_pp.bench import BenchFailed
 from async_pp.bench.server import last_lines
+from async_pp.bench.stopping import uninterrupted
 from async_pp.bench.systems import HOST, SERVED_NAME
 
 START_LIMIT_S = 120
@@ -118,7 +119,7 @@ class LoadGenerator:
         """Start it and wait until it is ready, so that its start costs no server anything."""
         self._pipe, theirs = Pipe()
         try:
-            with theirs:
+            with theirs, uninterrupted():
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "async_pp.bench.generator", str(theirs.fileno())],
                     # No proxy of the user's may stand between client and server.

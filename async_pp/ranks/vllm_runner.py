@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_pp_group
+from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.logger import configure_logging
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -70,13 +71,16 @@ class VllmRunner:
         self.worker.init_worker(arguments)
         self._made = True
         self.worker.init_device()
-        folder = Path(init_method.removeprefix("file://")).parent
-        self._close_handovers = announce_handovers(get_pp_group(), folder)
+        if model_parallel_is_initialized():
+            folder = Path(init_method.removeprefix("file://")).parent
+            self._close_handovers = announce_handovers(get_pp_group(), folder)
         self._report("device")
         self.worker.load_model()
-        runner: Any = self.worker.worker.model_runner
-        make_buffer(runner, vllm_config)
-        if vllm_config.speculative_config is not None and not hasattr(runner, "drafter"):
+        # A worker class of the user's need have neither process groups nor a model runner.
+        runner: Any = getattr(self.worker.worker, "model_runner", None)
+        if runner is not None:
+            make_buffer(runner, vllm_config)
+        if runner is not None and vllm_config.speculative_config is not None and not hasattr(runner, "drafter"):
             # Only the last stage drafts. Elsewhere vLLM leaves the attribute out, yet asks it when it makes the cache.
             runner.drafter = None
         current_platform.update_block_size_for_backend(vllm_config)
@@ -91,7 +95,7 @@ class VllmRunner:
 
     def sample(self, payload: Any) -> Any:
         """Sample under the grammar bitmask."""
-        with _discarded_draw_nothing(self.worker.worker.model_runner):
+        with _discarded_draw_nothing(getattr(self.worker.worker, "model_runner", None)):
             return self._answer(self.worker.sample_tokens(payload))
 
     def call(self, function: Callable[[Any], Any]) -> Any:
@@ -124,7 +128,7 @@ def _discarded_draw_nothing(runner: Any) -> Iterator[None]:
     A prompt that is cut samples a token after each portion, which is thrown away. vLLM lets a seeded request draw for
     it and then turns its generator back, which generators on CPUs cannot: the first such request would end the engine.
     """
-    generators = runner.input_batch.generators if current_platform.is_cpu() else {}
+    generators = runner.input_batch.generators if runner is not None and current_platform.is_cpu() else {}
     if not generators:
         yield
         return
