@@ -5,6 +5,7 @@ it never calls it from two threads. `runner_main` of a rank process makes one fr
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 Report = Callable[[str], None]
@@ -25,6 +26,19 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give resources back. Called once, at the end of the rank's life."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Work of a step before which steps were left out that would have carried nothing, but that workers count.
+
+    Attributes:
+        steps: how many.
+        work: of this step.
+    """
+
+    steps: int
+    work: Any
 
 
 class OnWorker:

@@ -25,7 +25,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from async_pp.ranks.gloo import share_one_loop
 from async_pp.ranks.handover import announce_handovers
-from async_pp.ranks.runner import Report
+from async_pp.ranks.runner import Report, Skipped
 
 
 class VllmRunner:
@@ -90,6 +90,10 @@ class VllmRunner:
 
     def execute(self, payload: Any) -> Any | None:
         """One forward pass; the answer is None when sampling must follow."""
+        if isinstance(payload, Skipped):
+            for _ in range(payload.steps):  # what an empty step does that matters: its place in the ring of tokens
+                self.worker.worker.model_runner.update_pp_decode_requests()
+            payload = payload.work
         output = self.worker.execute_model(payload)
         return None if output is None else self._answer(output)
 
