@@ -48,8 +48,8 @@ def add_group(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=POLICIES,
         default="balanced",
-        help="Which requests share a step, with more than one stage: balanced keeps all stages equally busy, fill-first "
-        "is vLLM's behaviour.",
+        help="Which requests share a step, with more than one stage: balanced keeps all stages busy, fill-first is "
+        "vLLM's behaviour.",
     )
     group.add_argument(
         "--no-uvloop",
