@@ -3,10 +3,11 @@
 Every second of every stage is counted once. Between two steps i - 1 and i (in dispatch order) a stage s idles for the
 gap from e(i-1, s) to b(i, s), with b and e the begin and end that its rank measured. A gap is explained like this:
 
-- Stage 0 waits for a dispatch. Up to the end of the step whose answer made the plan possible it waits for that step:
-  its ways from stage to stage are *round trip*, else stage 0 *waits for the pipeline*. From there until the loop has taken the answer is *round trip* (a loop that is busy with other things
-  included); from there to the dispatch is *host*; from the dispatch to its begin is *round trip*. Where anything else
-  made the plan possible (a request), host time begins with that, and what is before is the pipeline's.
+- Stage 0 waits for a dispatch. Up to the end of the step whose answer made the plan possible it *waits for the
+  pipeline*, except for that step's ways from stage to stage, which are *round trip*. From there until the loop has
+  taken the answer is *round trip* (a loop that is busy with other things included); from there to the dispatch is
+  *host*; from the dispatch to its begin is *round trip*. Where anything else made the plan possible (a request), host
+  time begins with that, and what is before is the pipeline's.
 - Stage s > 0 waits for stage s - 1. What comes after e(i, s-1) is *round trip* (transit). For the rest w, with
   t = e - b,
 

@@ -33,6 +33,22 @@ class Plan:
     prompt_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """What a settled step took, in seconds.
+
+    Attributes:
+        stages: busy time of each stage.
+        round_trip_s: time from its dispatch to its answer that neither a stage nor queueing behind another step
+            explains.
+        host_s: time of the loop for planning, dispatching and settling it.
+    """
+
+    stages: tuple[float, ...]
+    round_trip_s: float
+    host_s: float
+
+
 class SchedulerPort(Protocol):
     """A scheduler. Called on the loop's thread only."""
 
@@ -44,3 +60,7 @@ class SchedulerPort(Protocol):
 
     def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[Any]:
         """Take the answers of a step, by rank. Returns what the streams shall be told."""
+
+    def timed(self, plan: Plan, times: StepTimes) -> None:
+        """All times of a settled step are known. Once per step in dispatch order, several steps after its settle; not
+        at all for a step whose ranks did not tell theirs."""

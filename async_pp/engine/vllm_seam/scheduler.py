@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from async_pp.core.gather import Scope
 from async_pp.core.policy import Balanced
-from async_pp.engine.ports import Plan
+from async_pp.engine.ports import Plan, StepTimes
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor
 
 
@@ -166,6 +166,9 @@ class VllmScheduler:
             if not self.core.async_scheduling:  # with it, the workers keep their drafts themselves
                 self.scheduler.update_draft_token_ids(drafts)
         return self._stamped(outputs)
+
+    def timed(self, plan: Plan, times: StepTimes) -> None:
+        """The policy measures rounds, not stages."""
 
     def close(self) -> None:
         """Give back what the scheduler side holds (grammar backends, connectors, event publishers)."""
