@@ -11,6 +11,7 @@ constructor only assigns; `async with` starts everything and always stops it, in
 
 import asyncio
 import threading
+import time
 from functools import partial
 from operator import methodcaller
 from types import TracebackType
@@ -25,6 +26,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerFactory, StatLoggerManager, load_stat_logger_plugin_factories
 
+from async_pp.core.bubble import StageTime
 from async_pp.core.policy import Policy, PolicyName
 from async_pp.engine.core_client import InProcessClient
 from async_pp.engine.executor import OnPhase, RankExecutor, RankLayout
@@ -37,6 +39,7 @@ from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_e
 from async_pp.engine.vllm_seam.version import check
 from async_pp.errors import EngineClosed, EngineFailed
 from async_pp.ranks.environment import PRELOAD, rank_environment
+from async_pp.ranks.runner import flush
 from async_pp.ranks.spawn import Zygote
 
 RUNNER = "async_pp.ranks.vllm_runner:VllmRunner"
@@ -140,11 +143,16 @@ class AsyncPPEngine(AsyncLLM):
             await self._zygote.start(rank_environment(world), PRELOAD)
         config, written = await asyncio.to_thread(make_config, self.engine_args, self._usage_context)
         self._assign(config)
-        ranks = config.parallel_config.world_size
+        parallel = config.parallel_config
         layout = RankLayout(
-            output_rank=ranks - config.parallel_config.tensor_parallel_size, cpus=cores(config), runner=RUNNER
+            output_rank=parallel.world_size - parallel.tensor_parallel_size,
+            cpus=cores(config),
+            runner=RUNNER,
+            ranks_per_stage=parallel.world_size // parallel.pipeline_parallel_size,
         )
-        self._ranks = RankExecutor(layout, self._zygote, epoch=0, on_phase=self._on_phase, on_lost=self._lost)
+        self._ranks = RankExecutor(
+            layout, self._zygote, epoch=0, on_phase=self._on_phase, on_lost=self._lost, on_span=self._span
+        )
         await self._ranks.start()
         with config_errors():
             async with asyncio.TaskGroup() as tasks:  # the front end is built while the ranks load
@@ -195,10 +203,15 @@ class AsyncPPEngine(AsyncLLM):
             wake=loop_wake(self._loop, self._wake),
             emit=self._streams.emit,
             policy=self._made(self._policy),
-            clock=self._loop.time,
+            clock=time.monotonic,
         )
-        depth = self._scheduler.depth
-        self._stepping = Stepping(self._scheduler, self._ranks, depth=depth, emit=self._streams.emit)
+        self._stepping = Stepping(
+            self._scheduler,
+            self._ranks,
+            depth=self._scheduler.depth,
+            emit=self._streams.emit,
+            clock=time.monotonic,
+        )
         self.engine_core = InProcessClient(self._scheduler, self._ranks, self._stepping, self._streams)
         self.logger_manager = None
         if self.log_stats:
@@ -242,6 +255,10 @@ class AsyncPPEngine(AsyncLLM):
         if self._stepping is not None:
             self._stepping.wake()
 
+    def _span(self, stage: int, step: int, began_s: float, ended_s: float) -> None:
+        if self._stepping is not None:
+            self._stepping.span(stage, step, began_s, ended_s)
+
     def _end_requests(self, error: BaseException) -> None:
         self.output_processor.propagate_error(error)
 
@@ -263,6 +280,21 @@ class AsyncPPEngine(AsyncLLM):
         self.engine_core.die(dead)
         self._ranks.lose(dead)
         self.failed.set()
+
+    async def bubbles(self) -> StageTime:
+        """What became of the stages' time since the start, by cause (`StageTime.shares`).
+
+        Asks the ranks, between steps, for the times that they have not told yet. With no request open the answer counts
+        every second up to now; two of them enclose a load (`StageTime.since`).
+
+        Raises:
+            EngineFailed: the ranks were lost.
+            EngineClosed: the engine was closed, or has not been started.
+        """
+        if self._ranks is None or self._stepping is None or self._dead is not None:
+            raise self.dead_error
+        await self._ranks.call(flush)
+        return self._stepping.bubbles()
 
     async def close(self) -> None:
         """End everything: open requests get `EngineClosed`, ranks are asked, then ended, all in bounded time."""

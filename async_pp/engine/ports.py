@@ -38,15 +38,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where the time of a settled step went, seconds.
+    """What a settled step took, in seconds.
 
     Attributes:
-        stages: what each stage was busy with it.
-        round_trip_s: what neither a stage nor waiting for another step explains.
-        host_s: planning, dispatching and settling it.
+        stages: busy time of each stage.
+        round_trip_s: time from its dispatch to its answer that neither a stage nor queueing behind another step
+            explains.
+        host_s: time of the loop for planning, dispatching and settling it.
     """
 
-    stages: Sequence[float]
+    stages: tuple[float, ...]
     round_trip_s: float
     host_s: float
 
@@ -62,3 +63,7 @@ class SchedulerPort(Protocol):
 
     def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[Any]:
         """Take the answers of a step, by rank. Returns what the streams shall be told."""
+
+    def timed(self, plan: Plan, times: StepTimes) -> None:
+        """All times of a settled step are known. Once per step in dispatch order, several steps after its settle; not
+        at all for a step whose ranks did not tell theirs."""
