@@ -27,7 +27,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerFactory, StatLoggerManager, load_stat_logger_plugin_factories
 
 from async_pp.core.bubble import StageTime
-from async_pp.core.policy import Balanced
+from async_pp.core.policy import Policy, PolicyName
 from async_pp.engine.core_client import InProcessClient
 from async_pp.engine.executor import OnPhase, RankExecutor, RankLayout
 from async_pp.engine.stepping import Stepping
@@ -35,7 +35,7 @@ from async_pp.engine.streams import Streams
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor, worker_call
 from async_pp.engine.vllm_seam.config import config_errors, cores, make_config
 from async_pp.engine.vllm_seam.dead import as_dead
-from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core
+from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core, make_policy
 from async_pp.engine.vllm_seam.version import check
 from async_pp.errors import EngineClosed, EngineFailed
 from async_pp.ranks.environment import PRELOAD, rank_environment
@@ -62,6 +62,7 @@ class AsyncPPEngine(AsyncLLM):
         *,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: list[StatLoggerFactory] | None = None,
+        policy: PolicyName | Policy = "balanced",
         zygote: Zygote | None = None,
         on_phase: OnPhase = ignore_phase,
     ) -> None:
@@ -69,6 +70,7 @@ class AsyncPPEngine(AsyncLLM):
         self.failed = asyncio.Event()
         self._usage_context = usage_context
         self._stat_loggers = stat_loggers or []
+        self._policy = policy
         self._zygote = zygote
         self._on_phase = on_phase
         self._streams = Streams(on_end=self._end_requests)
@@ -86,6 +88,7 @@ class AsyncPPEngine(AsyncLLM):
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: list[StatLoggerFactory] | None = None,
         *,
+        policy: PolicyName | Policy = "balanced",
         zygote: Zygote | None = None,
         on_phase: OnPhase | None = None,
     ) -> Self:
@@ -95,6 +98,8 @@ class AsyncPPEngine(AsyncLLM):
             engine_args: vLLM's own arguments.
             usage_context: how vLLM's statistics shall call this use.
             stat_loggers: further statistics loggers, as for vLLM.
+            policy: which requests share a step, with more than one stage: "balanced", "fill-first" (as vLLM does), or
+                a `Policy` of the caller's own.
             zygote: what forks the ranks, when the caller has launched one early; the engine then ends it too.
             on_phase: told about start-up progress: phase, rank or None, seconds.
         """
@@ -102,6 +107,7 @@ class AsyncPPEngine(AsyncLLM):
             engine_args,
             usage_context=usage_context,
             stat_loggers=stat_loggers,
+            policy=policy,
             zygote=zygote,
             on_phase=on_phase or ignore_phase,
         )
@@ -192,17 +198,14 @@ class AsyncPPEngine(AsyncLLM):
         """Put core, steps, client and streams together and start stepping."""
         assert self._ranks is not None
         self.renderer, self.input_processor, self.output_processor = front
-        stages = self.vllm_config.parallel_config.pipeline_parallel_size
-        # With vLLM's async scheduling its workers prescribe when a request may decode again.
-        splits = stages > 1 and not self.scheduler_config.async_scheduling
         self._scheduler = VllmScheduler(
             core,
             wake=loop_wake(self._loop, self._wake),
             emit=self._streams.emit,
-            policy=Balanced(stages) if splits else None,
+            policy=self._made(self._policy),
             clock=time.monotonic,
         )
-        depth = self.vllm_config.max_concurrent_batches
+        depth = self._scheduler.depth
         self._stepping = Stepping(
             self._scheduler, self._ranks, depth=depth, emit=self._streams.emit, clock=time.monotonic
         )
@@ -221,7 +224,22 @@ class AsyncPPEngine(AsyncLLM):
         self.output_handler = None
         self._run_output_handler()
 
+    def _made(self, policy: PolicyName | Policy) -> Policy:
+        return make_policy(policy, self.vllm_config) if isinstance(policy, str) else policy
+
     # -- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> str:
+        """Name of the micro-batch policy in force."""
+        return self._policy if isinstance(self._policy, str) else self._policy.name
+
+    def use_policy(self, policy: PolicyName | Policy) -> None:
+        """Plan by another micro-batch policy from the next step on. May be called before the start as well."""
+        self._policy = policy
+        if self._scheduler is not None:
+            self._scheduler.policy = self._made(policy)
+            self._wake()
 
     async def _step(self) -> None:
         assert self._stepping is not None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from async_pp.core.fit import Size
 from async_pp.core.gather import Scope
 
 
@@ -22,6 +23,7 @@ class Plan:
         scope: the ranks whose answers the settle needs.
         decodes: requests in it that have their prompt behind them.
         prompt_tokens: tokens of the others.
+        size: what the time of a stage depends on.
     """
 
     requests: Sequence[str]
@@ -31,6 +33,7 @@ class Plan:
     scope: Scope
     decodes: int = 0
     prompt_tokens: int = 0
+    size: Size = Size(0, 0)  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True)

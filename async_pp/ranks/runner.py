@@ -5,6 +5,7 @@ it never calls it from two threads. `runner_main` of a rank process makes one fr
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 Report = Callable[[str], None]
@@ -36,6 +37,19 @@ class Runner(Protocol):
 
 def flush(runner: Runner) -> None:
     """A call that does nothing: before a rank answers any, it tells the times of all steps before."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Work of a step before which steps were left out that would have carried nothing, but that workers count.
+
+    Attributes:
+        steps: how many.
+        work: of this step.
+    """
+
+    steps: int
+    work: Any
 
 
 class OnWorker:

@@ -26,7 +26,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from async_pp.ranks.gloo import share_one_loop
 from async_pp.ranks.handover import Handovers
-from async_pp.ranks.runner import Report
+from async_pp.ranks.runner import Report, Skipped
 
 
 class VllmRunner:
@@ -96,6 +96,10 @@ class VllmRunner:
 
     def execute(self, payload: Any) -> Any | None:
         """One forward pass; the answer is None when sampling must follow."""
+        if isinstance(payload, Skipped):
+            for _ in range(payload.steps):  # what an empty step does that matters: its place in the ring of tokens
+                self.worker.worker.model_runner.update_pp_decode_requests()
+            payload = payload.work
         entered_s = time.monotonic()
         output = self.worker.execute_model(payload)
         own: float | None = getattr(self.worker.worker, "began_s", None)
