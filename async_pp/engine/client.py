@@ -205,9 +205,12 @@ class AsyncPPEngine(AsyncLLM):
             policy=self._made(self._policy),
             clock=time.monotonic,
         )
-        depth = self._scheduler.depth
         self._stepping = Stepping(
-            self._scheduler, self._ranks, depth=depth, emit=self._streams.emit, clock=time.monotonic
+            self._scheduler,
+            self._ranks,
+            depth=self._scheduler.depth,
+            emit=self._streams.emit,
+            clock=time.monotonic,
         )
         self.engine_core = InProcessClient(self._scheduler, self._ranks, self._stepping, self._streams)
         self.logger_manager = None

@@ -88,6 +88,7 @@ class RankLoop:
         self._is_output = is_output
         self._tells_spans = tells_spans
         self._spans: list[tuple[int, float, float]] = []
+        self._spans_per_message = 1  # then twice as many each time: the first times are wanted at once
         self._held: deque[Envelope] = deque()
 
     def run(self) -> None:
@@ -133,13 +134,14 @@ class RankLoop:
             self._channel.send(StepReply(step=message.step, began_s=began_s, ended_s=ended_s), answer)
         elif self._tells_spans:
             self._spans.append((message.step, began_s, ended_s))
-            if len(self._spans) >= SPANS:
+            if len(self._spans) >= self._spans_per_message:
                 self._tell_spans()
 
     def _tell_spans(self) -> None:
         if self._spans:
             self._channel.send(Spans(spans=self._spans))
             self._spans = []
+            self._spans_per_message = min(SPANS, 2 * self._spans_per_message)
 
     def _await_sample(self, step: int) -> Any:
         while True:
