@@ -1,0 +1,43 @@
+"""This package's engine under load, in this process, as an application has it."""
+
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from async_pp.bench import BenchFailed
+from async_pp.bench.pipeline.engines import Client, arguments
+from async_pp.bench.pipeline.measured import Measured
+from async_pp.bench.pipeline.settings import Settings, Tell
+from async_pp.engine.client import AsyncPPEngine
+from async_pp.errors import EngineFailed
+
+
+async def measure(settings: Settings, model: Path, folder: Path, tell: Tell) -> list[Measured]:
+    """Measure every load. Nothing of the engine is left afterwards.
+
+    Args:
+        settings: what to measure.
+        model: the folder of the model.
+        folder: for the ranks' sockets.
+        tell: told what is done now.
+
+    Raises:
+        BenchFailed: the engine or a request failed.
+    """
+    args = AsyncEngineArgs(**arguments(model, folder, settings.stages))
+    found: list[Measured] = []
+    try:
+        async with AsyncPPEngine.from_engine_args(args, **_policy(settings.policy)) as engine:
+            client = Client(engine)
+            await client.warm_up()
+            for load in settings.loads:
+                tell(load.name)
+                found.append(await client.run(load))
+    except EngineFailed as error:
+        raise BenchFailed(f"the engine ended: {error}") from error
+    return found
+
+
+def _policy(policy: str | None) -> dict[str, Any]:
+    return {} if policy is None else {"policy": policy}
