@@ -9,7 +9,7 @@ from operator import methodcaller
 
 from async_pp.bench import BenchFailed
 from async_pp.bench.pipeline.cohorts import Cohort, divide
-from async_pp.bench.pipeline.loads import Load, Section
+from async_pp.bench.pipeline.loads import WARM_UP, Load, Section
 from async_pp.bench.pipeline.measured import Answered, Measured
 from async_pp.bench.pipeline.settings import Settings, Tell
 from async_pp.core.gather import Scope
@@ -38,7 +38,9 @@ async def started(stages: Sequence[StageTime]) -> AsyncIterator["BarePipe"]:
         await executor.start()
         await executor.call(methodcaller("start", str(executor.runtime_dir), *stages))
         executor.started()
-        yield BarePipe(executor, stages)
+        pipe = BarePipe(executor, stages)
+        await pipe.run(WARM_UP)
+        yield pipe
     except* EngineFailed as group:
         raise BenchFailed(f"the bare pipe ended: {first_of(group)}") from group
     finally:
@@ -74,10 +76,18 @@ class BarePipe:
             step = cohort.plan(time.monotonic() - began)
             if step is None:  # the clock of the loop is coarser: a moment too early
                 continue
-            scope = Scope.OUTPUT
+            scope = Scope.OUTPUT if cohort.waits else Scope.ALL
             answers = self._executor.execute(next(self._steps), step, grammar=None, sample="now", scope=scope)
-            await answers[0][1]
+            for _, later in answers[1:]:
+                later.add_done_callback(_looked_at)
+            await answers[0][1]  # of the last stage, or, of all of them, the first
             cohort.settle(time.monotonic() - began)
+
+
+def _looked_at(future: asyncio.Future[object]) -> None:
+    """Nobody waits for it: the steps that do matter come after it, or end with the same loss."""
+    if not future.cancelled():
+        future.exception()
 
 
 async def measure(settings: Settings, tell: Tell) -> list[Measured]:

@@ -2,7 +2,8 @@
 
 P cohorts, their members assigned in turn by arrival. A cohort has one step in flight at a time; each takes its members
 that have arrived and are not finished, at most its share of the running requests, in order of arrival: a token for each
-that decodes, then prompts up to the step's limit.
+that decodes, then prompts up to the step's limit. A step of nothing but portions of unfinished prompts gives no token,
+so the cohort's next step need not wait for its end: it follows as soon as the first stage has done with the former.
 """
 
 import math
@@ -64,6 +65,11 @@ class Cohort:
                 if not member.prompt_left:
                     self._answered.append(member)
         return Load(sequences, tokens) if sequences else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the step that was planned last gives tokens, for which the cohort's next step waits."""
+        return bool(self._answered)
 
     def settle(self, now_s: float) -> None:
         """The step that was planned last has gone through the pipe."""

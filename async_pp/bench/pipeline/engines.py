@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
 from async_pp.bench import BenchFailed
 from async_pp.bench.pipeline.loads import MAX_MODEL_LEN, MAX_SEQUENCES, MAX_STEP_TOKENS, Arrival, Load, Section
 from async_pp.bench.pipeline.measured import Answered, Measured, Row
 from async_pp.bench.pipeline.worker import CONFIG_KEY, QUALNAME
 from async_pp.ranks.sleeping_runner import StageTime
-
-WARM_UP: Section = (Arrival(0.0, tokens_in=8, tokens_out=4),)
 
 LOAD_LIMIT_S = 600
 """For one load; far above what a working engine needs for the largest that makes sense."""
@@ -51,19 +52,8 @@ class Client:
     """
 
     def __init__(self, engine: Any) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         self._engine = engine
         self._numbers = itertools.count()
-        self._sampling = lambda tokens: SamplingParams(
-            max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
-        )
-
-    async def warm_up(self) -> None:
-        """One short request, which counts nowhere."""
-        await self._section(WARM_UP)
-        await self._take_rows()
 
     async def run(self, load: Load) -> Measured:
         """Send a load and wait for its last token.
@@ -92,7 +82,13 @@ class Client:
         await asyncio.sleep(began + arrival.at_s - time.monotonic())
         prompt = {"prompt_token_ids": [5] * arrival.tokens_in}
         times: list[float] = []
-        sampling = self._sampling(arrival.tokens_out)
+        sampling = SamplingParams(
+            max_tokens=arrival.tokens_out,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
         async for output in self._engine.generate(prompt, sampling, f"bench-{next(self._numbers)}"):
             times += [time.monotonic() - began] * len(output.outputs[0].token_ids)
         if len(times) != arrival.tokens_out:

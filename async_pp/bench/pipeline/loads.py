@@ -166,6 +166,9 @@ def _poisson(conditions: Conditions) -> Load:
     return Load("poisson", (tuple(arrivals),), paced=True, note=note)
 
 
+WARM_UP = Load("warm-up", ((Arrival(0.0, tokens_in=8, tokens_out=4),),))
+"""Sent to every system before anything is measured."""
+
 _NAMED: dict[str, Callable[[Conditions], Load]] = {
     "stagger-1-stage": _one_stage_apart,
     "stagger-0.37-round": _part_of_a_round_apart,

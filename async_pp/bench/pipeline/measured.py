@@ -1,5 +1,6 @@
 """What was measured of a load, and the figures that follow from it. Pure; travels between processes as JSON."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -77,7 +78,7 @@ def figures(sections: Sequence[Section], measured: Measured) -> Figures:
         for pair in zip(section, answered.times_s, strict=True)
     ]
     span_s = sum(answered.span_s for answered in measured.answered)
-    gaps = [after - before for _, times in pairs for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for _, times in pairs for before, after in itertools.pairwise(times)]
     steps = [[row for row in rows if row[2]] for rows in measured.rows]
     counted = any(measured.rows)
     return Figures(

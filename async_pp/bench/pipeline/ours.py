@@ -7,6 +7,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_pp.bench import BenchFailed
 from async_pp.bench.pipeline.engines import Client, arguments
+from async_pp.bench.pipeline.loads import WARM_UP
 from async_pp.bench.pipeline.measured import Measured
 from async_pp.bench.pipeline.settings import Settings, Tell
 from async_pp.engine.client import AsyncPPEngine
@@ -30,7 +31,7 @@ async def measure(settings: Settings, model: Path, folder: Path, tell: Tell) -> 
     try:
         async with AsyncPPEngine.from_engine_args(args, **_policy(settings.policy)) as engine:
             client = Client(engine)
-            await client.warm_up()
+            await client.run(WARM_UP)
             for load in settings.loads:
                 tell(load.name)
                 found.append(await client.run(load))

@@ -53,8 +53,8 @@ def _row(load: Load, measured: Mapping[str, Measured | None]) -> Report:
         for name, prefix in SYSTEMS.items():
             if (figure in LONG and not has_long) or (figure in COUNTS and name in ("bare_pipe", "formula")):
                 continue
-            one = known[name]
-            row[prefix + figure] = None if one is None else asdict(one)[figure]
+            of = known[name]
+            row[prefix + figure] = None if of is None else asdict(of)[figure]
     ours, pipe = measured["ours"], known["bare_pipe"]
     row["bubble"] = None if ours is None else ours.bubble
     if load.paced and pipe is not None and pipe.itl_ms_mean is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -31,6 +32,7 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # of libraries, once per rank
 }
 """For all systems alike, while they are measured."""
 
@@ -69,7 +71,10 @@ def run(settings: Settings, tell: Tell) -> list[Round]:
 
 async def _rounds(settings: Settings, model: Path, folder: Path, tell: Tell) -> list[Round]:
     tell("importing vLLM")
-    from async_pp.bench.pipeline import bare, ours
+    from async_pp.bench.pipeline import bare, ours, peer
+
+    for name in ("vllm", "torch"):  # this process is the bench's own: its progress is all there is to see
+        logging.getLogger(name).setLevel(logging.ERROR)
 
     found = []
     for number in range(1, settings.rounds + 1):

@@ -13,7 +13,7 @@ QUALNAME = f"{__name__}.SleepingWorker"
 """For `worker_cls`."""
 
 CONFIG_KEY = "sleeping_stages"
-"""In vLLM's `additional_config`: `{"folder": where the sockets are, "times_s": per stage base, per sequence, per token}`."""
+"""In vLLM's `additional_config`: `folder` of the sockets, `times_s` of each stage: base, per sequence, per token."""
 
 TOKEN = 100
 """What every request is told it has sampled: an ordinary token of the tiny model."""
