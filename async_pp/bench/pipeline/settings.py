@@ -139,6 +139,8 @@ def check(args: Namespace) -> Settings:
     loads = find(args.load or [f"burst-{4 * args.pp}"], conditions)
     for option, path in (("--json", args.json), ("--picture", args.picture)):
         check_file(option, path)
+    if args.picture is not None and args.picture.suffix != ".png":
+        raise ConfigError(f"--picture {args.picture}: give a name that ends with .png")
     needed = {"vllm": "cpu"}
     if args.against == "vllm":
         needed["psutil"] = "bench"
