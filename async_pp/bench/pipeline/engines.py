@@ -20,17 +20,16 @@ LOAD_LIMIT_S = 600
 """For one load; far above what a working engine needs for the largest that makes sense."""
 
 
-def arguments(model: Path, folder: Path, stages: Sequence[StageTime]) -> dict[str, Any]:
+def arguments(folder: Path, stages: Sequence[StageTime]) -> dict[str, Any]:
     """What both engines are given as `AsyncEngineArgs`.
 
     Args:
-        model: folder of the model, of which only configuration and tokenizer are read.
-        folder: where the ranks' sockets are.
+        folder: for the ranks' sockets, with the model in it: see `surroundings.private_folder`.
         stages: time of each stage.
     """
     times_s = [[stage.alpha_s, stage.beta_s, stage.gamma_s] for stage in stages]
     return {
-        "model": str(model),
+        "model": str(folder / "model"),
         "pipeline_parallel_size": len(stages),
         "worker_cls": QUALNAME,
         "additional_config": {CONFIG_KEY: {"folder": str(folder), "times_s": times_s}},

@@ -46,6 +46,16 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Round:
+    """What every system did, load by load in the order of the settings; None for one that was not asked for."""
+
+    ours: list[Measured]
+    vllm: list[Measured] | None
+    bare_pipe: list[Measured]
+    formula: list[Measured]
+
+
+@dataclass(frozen=True)
 class Figures:
     """Of one load on one system; None where there is nothing to say.
 

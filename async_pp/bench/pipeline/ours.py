@@ -14,19 +14,18 @@ from async_pp.engine.client import AsyncPPEngine
 from async_pp.errors import EngineFailed
 
 
-async def measure(settings: Settings, model: Path, folder: Path, tell: Tell) -> list[Measured]:
+async def measure(settings: Settings, folder: Path, tell: Tell) -> list[Measured]:
     """Measure every load. Nothing of the engine is left afterwards.
 
     Args:
         settings: what to measure.
-        model: the folder of the model.
-        folder: for the ranks' sockets.
+        folder: for the ranks' sockets; the model is in it.
         tell: told what is done now.
 
     Raises:
         BenchFailed: the engine or a request failed.
     """
-    args = AsyncEngineArgs(**arguments(model, folder, settings.stages))
+    args = AsyncEngineArgs(**arguments(folder, settings.stages))
     found: list[Measured] = []
     try:
         async with AsyncPPEngine.from_engine_args(args, **_policy(settings.policy)) as engine:

@@ -34,19 +34,18 @@ MOST_LINE_BYTES = 1 << 28
 """Of a result: a hundred bytes per step, stage and token would fill it in hours."""
 
 
-async def measure(settings: Settings, model: Path, folder: Path, tell: Tell) -> list[Measured]:
+async def measure(settings: Settings, folder: Path, tell: Tell) -> list[Measured]:
     """Measure every load. Nothing of vLLM is left afterwards.
 
     Args:
         settings: what to measure.
-        model: the folder of the model.
-        folder: for the ranks' sockets and temporary files; emptied.
+        folder: for the ranks' sockets and temporary files; the model is in it. Its process removes it.
         tell: told what is done now.
 
     Raises:
         BenchFailed: vLLM or a request failed; with its last words.
     """
-    job = Job(str(model), str(folder), settings.stages, settings.loads)
+    job = Job(str(folder), settings.stages, settings.loads)
     tell("starting")
     with tempfile.TemporaryFile() as log:
         async with _running(job, log) as answers:

@@ -29,13 +29,11 @@ class Job(msgspec.Struct, frozen=True):
     """What to measure.
 
     Attributes:
-        model: folder of the model.
-        folder: for the ranks' sockets and all else that is made; removed at the end.
+        folder: for the ranks' sockets and all else that is made, with the model in it; removed at the end.
         stages: time of each stage.
         loads: in order.
     """
 
-    model: str
     folder: str
     stages: tuple[StageTime, ...]
     loads: tuple[Load, ...]
@@ -84,9 +82,7 @@ async def _measure(job: Job, pipe: socket.socket) -> None:
 
     from async_pp.bench.pipeline.engines import Client, arguments
 
-    args = AsyncEngineArgs(
-        **arguments(Path(job.model), Path(job.folder), job.stages), distributed_executor_backend="mp"
-    )
+    args = AsyncEngineArgs(**arguments(Path(job.folder), job.stages), distributed_executor_backend="mp")
     config = args.create_engine_config()
     # The configuration asks for spawned workers on CPUs. These have no threads to lose, and forked ones start faster.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

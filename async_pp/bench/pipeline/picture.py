@@ -13,9 +13,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from async_pp.bench.pipeline.measured import Measured, Row
+from async_pp.bench.pipeline.measured import Measured, Round, Row
 from async_pp.bench.pipeline.report import SYSTEMS, Report
-from async_pp.bench.pipeline.session import Round
 from async_pp.bench.pipeline.settings import Settings
 
 STEPS_WIDE = 12
@@ -63,7 +62,10 @@ def _window(measured: Measured) -> list[list[Row]]:
     first, last = min(stage[0][0] for stage in rows if stage), max(stage[-1][1] for stage in rows if stage)
     middle = (first + last) / 2
     low, high = max(first, middle - half_s), min(last, middle + half_s)
-    return [[(begin - low, end - low, *of) for begin, end, *of in stage if low <= begin < high] for stage in rows]
+    return [
+        [(begin - low, end - low, tokens, sequences) for begin, end, tokens, sequences in stage if low <= begin < high]
+        for stage in rows
+    ]
 
 
 def _timeline(axis: Any, rows: Sequence[Sequence[Row]], colours: Any) -> None:
@@ -94,7 +96,7 @@ def _shares(report: Report, name: str) -> Shares:
 
 def _bars(axis: Any, shares: Mapping[str, Shares]) -> None:
     causes = dict.fromkeys(cause for of in shares.values() for cause in of)
-    palette = dict(zip(causes, colormaps[PALETTE].colors, strict=False))
+    palette = {cause: colormaps[PALETTE](index) for index, cause in enumerate(causes)}
     left = dict.fromkeys(shares, 0.0)
     for cause in causes:
         widths = [100 * of.get(cause, 0.0) for of in shares.values()]
@@ -102,5 +104,5 @@ def _bars(axis: Any, shares: Mapping[str, Shares]) -> None:
         left = {name: so_far + width for (name, so_far), width in zip(left.items(), widths, strict=True)}
     axis.invert_yaxis()
     axis.set_xlim(0, 100)
-    axis.set_xlabel("% of stage time")
-    axis.legend(fontsize="x-small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    axis.set_title("% of stage time")
+    axis.legend(fontsize="x-small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))

@@ -7,8 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from async_pp.bench.pipeline.loads import Load
-from async_pp.bench.pipeline.measured import Figures, Measured, figures, goodput
-from async_pp.bench.pipeline.session import Round
+from async_pp.bench.pipeline.measured import Figures, Measured, Round, figures, goodput
 from async_pp.bench.pipeline.settings import Settings
 
 SYSTEMS = {"ours": "", "vllm": "vllm_", "bare_pipe": "bare_pipe_", "formula": "formula_"}

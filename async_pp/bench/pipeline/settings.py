@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from async_pp.bench.pipeline.loads import Conditions, Load, find, names
+from async_pp.bench.pipeline.surroundings import measuring
 from async_pp.bench.settings import check_file
 from async_pp.errors import ConfigError
+from async_pp.models import ensure_tiny
 from async_pp.models.tiny import MAX_LAYERS
 from async_pp.ranks.sleeping_runner import StageTime
 
@@ -58,9 +60,17 @@ def run(args: Namespace, tell: Tell) -> str:
         Stopped: SIGINT or SIGTERM came; nothing is left.
     """
     chosen = check(args)
-    from async_pp.bench.pipeline import report, session  # vLLM, which `check` has looked for, takes seconds
+    model = ensure_tiny()
+    for load in chosen.loads:
+        if load.note:
+            tell(f"{load.name}: {load.note}")
+    with measuring():
+        tell("importing vLLM")
+        from async_pp.bench.pipeline import session
 
-    rounds = session.run(chosen, tell)
+        rounds = session.run(chosen, model, tell)
+    from async_pp.bench.pipeline import report
+
     rows = report.rows(chosen, rounds)
     if chosen.json is not None:
         chosen.json.write_text(report.as_json(rows), "utf-8")
