@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import select
 from pathlib import Path
 
 import psutil
 
 from async_pp.bench.server import shared_memory
+
+KILL_LIMIT_S = 1.0
+"""For a process that was killed to have ended."""
 
 
 def end_group(group: int) -> None:
@@ -27,8 +31,20 @@ def end_group(group: int) -> None:
     for process in found.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    for pid in found:
+        _await_end(pid)
     for path in files:
         path.unlink(missing_ok=True)
+
+
+def _await_end(pid: int) -> None:
+    """Wait until a killed process, anybody's child, has ended: soon, unless the kernel holds it."""
+    with contextlib.suppress(ProcessLookupError):
+        sentinel = os.pidfd_open(pid)
+        try:
+            select.select([sentinel], [], [], KILL_LIMIT_S)
+        finally:
+            os.close(sentinel)
 
 
 def _members(group: int) -> list[psutil.Process]:

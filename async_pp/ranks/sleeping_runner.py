@@ -67,12 +67,12 @@ class SleepingStage:
             self._downstream = self._context.socket(zmq.PUSH)
             self._downstream.connect(f"ipc://{folder}/stage-{rank + 1}")
 
-    def step(self, sequences: int, tokens: int) -> tuple[float, float]:
+    def step(self, load: Load) -> tuple[float, float]:
         """Wait for the former stage, sleep, pass on. Returns begin and end of the sleep, monotonic seconds."""
         if self._upstream is not None:
             self._upstream.recv()
         self.began_s = time.monotonic()
-        time.sleep(self._time.of(sequences, tokens))
+        time.sleep(self._time.of(load.sequences, load.tokens))
         end = time.monotonic()
         if self._downstream is not None:
             self._downstream.send(b"")
@@ -112,7 +112,7 @@ class SleepingRunner:
     def execute(self, payload: Load) -> None:
         """Wait for the former stage, sleep, pass on. Sampling follows."""
         assert self._stage is not None
-        self.spans.append(self._stage.step(payload.sequences, payload.tokens))
+        self.spans.append(self._stage.step(payload))
 
     def sample(self, payload: Any) -> Any:
         """The answer names the rank and what it was given to sample under."""

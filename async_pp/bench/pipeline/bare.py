@@ -41,8 +41,11 @@ async def started(stages: Sequence[StageTime]) -> AsyncIterator["BarePipe"]:
         pipe = BarePipe(executor, stages)
         await pipe.run(WARM_UP)
         yield pipe
-    except* EngineFailed as group:
-        raise BenchFailed(f"the bare pipe ended: {first_of(group)}") from group
+    except (EngineFailed, ExceptionGroup) as error:
+        first = first_of(error)
+        if not isinstance(first, EngineFailed):
+            raise
+        raise BenchFailed(f"the bare pipe ended: {first}") from first
     finally:
         try:
             await executor.close()

@@ -14,6 +14,7 @@ from async_pp.bench import BenchFailed
 from async_pp.bench.pipeline.loads import MAX_MODEL_LEN, MAX_SEQUENCES, MAX_STEP_TOKENS, Arrival, Load, Section
 from async_pp.bench.pipeline.measured import Answered, Measured, Row
 from async_pp.bench.pipeline.worker import CONFIG_KEY, QUALNAME
+from async_pp.errors import first_of
 from async_pp.ranks.sleeping_runner import StageTime
 
 LOAD_LIMIT_S = 600
@@ -72,8 +73,8 @@ class Client:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._request(began, arrival)) for arrival in section]
-        except* Exception as group:  # noqa: BLE001 - whatever it is, there is no figure of it
-            first = group.exceptions[0]
+        except ExceptionGroup as group:
+            first = first_of(group)
             raise BenchFailed(f"a request failed: {type(first).__name__}: {first}") from first
         return Answered(began, [task.result() for task in running])
 
@@ -91,7 +92,7 @@ class Client:
         async for output in self._engine.generate(prompt, sampling, f"bench-{next(self._numbers)}"):
             times += [time.monotonic() - began] * len(output.outputs[0].token_ids)
         if len(times) != arrival.tokens_out:
-            raise BenchFailed(f"{len(times)} tokens came where {arrival.tokens_out} were asked for")
+            raise ValueError(f"{len(times)} tokens came where {arrival.tokens_out} were asked for")
         return times
 
     async def _take_rows(self) -> list[list[Row]]:

@@ -1,21 +1,13 @@
 """The order of a run: each system alone, one after the other, and nothing of it left before the next."""
 
-import asyncio
-import signal
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import uvloop
 
 from async_pp.bench.pipeline import bare, oracle, ours, peer
 from async_pp.bench.pipeline.measured import Round
 from async_pp.bench.pipeline.settings import Settings, Tell
 from async_pp.bench.pipeline.surroundings import private_folder
-from async_pp.bench.stopping import Stopped
-
-T = TypeVar("T")
+from async_pp.bench.stopping import run_coroutine
 
 
 def run(settings: Settings, model: Path, tell: Tell) -> list[Round]:
@@ -30,7 +22,7 @@ def run(settings: Settings, model: Path, tell: Tell) -> list[Round]:
         BenchFailed: a system or a request failed; nothing is left.
         Stopped: SIGINT or SIGTERM came; nothing is left.
     """
-    return _on_loop(_rounds(settings, model, tell))
+    return run_coroutine(_rounds(settings, model, tell))
 
 
 async def _rounds(settings: Settings, model: Path, tell: Tell) -> list[Round]:
@@ -50,37 +42,3 @@ async def _rounds(settings: Settings, model: Path, tell: Tell) -> list[Round]:
 
 def _tell_at(tell: Tell, where: str, text: str) -> None:
     tell(f"{where}: {text}")
-
-
-def _on_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` on a loop of its own, which ends it on the first SIGINT or SIGTERM.
-
-    Raises:
-        Stopped: a signal came, and `work` has ended.
-    """
-    caught: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_until_signal(work, caught))
-    except asyncio.CancelledError:
-        if not caught:
-            raise
-        raise Stopped(caught[0]) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-async def _until_signal(work: Coroutine[Any, Any, T], caught: list[int]) -> T:
-    task = asyncio.create_task(work, name="bench pipeline")
-
-    def stop(number: int) -> None:
-        if not caught:  # only the first counts: stopping takes bounded time
-            caught.append(number)
-            task.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    return await task

@@ -17,21 +17,22 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_LOGS": "-torch._library.triton",  # that there is no triton
     "PYTHONWARNINGS": "ignore::FutureWarning",  # of libraries, once per rank
 }
 
-QUIET = ("vllm", "torch")
-"""Loggers that tell errors only: progress is all there is to see."""
+QUIET = "vllm"
+"""A logger that tells errors only: progress is all there is to see."""
 
 
 @contextmanager
 def measuring() -> Iterator[None]:
     """Set the environment and the logging. Entered before vLLM is imported, which reads both once."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    levels = {name: logging.getLogger(name).level for name in QUIET}
+    logger = logging.getLogger(QUIET)
+    level = logger.level
     os.environ.update(ENVIRONMENT)
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
@@ -40,8 +41,7 @@ def measuring() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from async_pp.ranks.sleeping_runner import SleepingStage, StageTime
+from async_pp.ranks.sleeping_runner import Load, SleepingStage, StageTime
 
 QUALNAME = f"{__name__}.SleepingWorker"
 """For `worker_cls`."""
@@ -111,7 +111,7 @@ class SleepingWorker(WorkerBase):  # type: ignore[misc, unused-ignore]
         if not tokens:
             self._rows.append((self._stage.began_s, self._stage.began_s, 0, 0))
             return EMPTY_MODEL_RUNNER_OUTPUT
-        self._rows.append((*self._stage.step(sequences, tokens), tokens, sequences))
+        self._rows.append((*self._stage.step(Load(sequences, tokens)), tokens, sequences))
         self._open = scheduler_output
         return None
 
