@@ -88,6 +88,7 @@ class SleepingRunner:
 
     Attributes:
         worker: itself, for calls that want a worker.
+        began_s: begin of the last step.
         spans: begin and end of each step on this rank, monotonic seconds.
     """
 
@@ -97,12 +98,8 @@ class SleepingRunner:
         self._report = report
         self._stage: SleepingStage | None = None
         self.worker = self
+        self.began_s = 0.0
         self.spans: list[tuple[float, float]] = []
-
-    @property
-    def began_s(self) -> float:
-        """When the newest step began here: see `SleepingStage`."""
-        return 0.0 if self._stage is None else self._stage.began_s
 
     def start(self, folder: str, *times: StageTime) -> None:
         """Join the ranks into a pipe, through sockets in `folder`. `times`: one for all stages, or one for each."""
@@ -112,7 +109,8 @@ class SleepingRunner:
     def execute(self, payload: Load) -> None:
         """Wait for the former stage, sleep, pass on. Sampling follows."""
         assert self._stage is not None
-        self.spans.append(self._stage.step(payload))
+        self.began_s, ended_s = self._stage.step(payload)
+        self.spans.append((self.began_s, ended_s))
 
     def sample(self, payload: Any) -> Any:
         """The answer names the rank and what it was given to sample under."""

@@ -1,7 +1,7 @@
 """This package's engine under load, in this process, as an application has it."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -28,16 +28,15 @@ async def measure(settings: Settings, folder: Path, tell: Tell) -> list[Measured
     args = AsyncEngineArgs(**arguments(folder, settings.stages))
     found: list[Measured] = []
     try:
-        async with AsyncPPEngine.from_engine_args(args, **_policy(settings.policy)) as engine:
+        async with AsyncPPEngine.from_engine_args(args, policy=settings.policy) as engine:
             client = Client(engine)
             await client.run(WARM_UP)
             for load in settings.loads:
                 tell(load.name)
-                found.append(await client.run(load))
+                before = await engine.bubbles()
+                measured = await client.run(load)
+                bubble = (await engine.bubbles()).since(before).shares()
+                found.append(replace(measured, bubble=bubble))
     except EngineFailed as error:
         raise BenchFailed(f"the engine ended: {error}") from error
     return found
-
-
-def _policy(policy: str | None) -> dict[str, Any]:
-    return {} if policy is None else {"policy": policy}

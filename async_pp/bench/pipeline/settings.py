@@ -6,11 +6,12 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from async_pp.bench.pipeline.loads import Conditions, Load, find, names
 from async_pp.bench.pipeline.surroundings import measuring
 from async_pp.bench.settings import check_file
+from async_pp.core.policy import PolicyName
 from async_pp.errors import ConfigError
 from async_pp.models import ensure_tiny
 from async_pp.models.tiny import MAX_LAYERS
@@ -42,7 +43,12 @@ def add_command(commands: Any) -> None:
     )
     add("--load", action="append", metavar="NAME", help="may be repeated; 'all' for every one (default: burst-4P)")
     add("--against", choices=("vllm", "none"), default="vllm", help="the other system (default: vllm)")
-    add("--policy", choices=("balanced", "fill-first"), help="how this engine splits its load (default: its own)")
+    add(
+        "--policy",
+        choices=get_args(PolicyName),
+        default="balanced",
+        help="how this engine splits its load (default: balanced)",
+    )
     add("--rate", type=float, default=0.7, help="of poisson, as a share of the limit (default: 0.7)")
     add("--duration", type=float, default=20.0, metavar="S", help="of the arrivals of poisson (default: 20)")
     add("--seed", type=int, default=0, help="of poisson (default: 0)")
@@ -89,7 +95,7 @@ class Settings:
         stages: time of each stage; their number is the pipeline size.
         loads: what to measure, in order.
         against_vllm: measure vLLM too.
-        policy: how our engine splits its load; None leaves it to the engine.
+        policy: how our engine splits its load.
         rounds: how often everything is repeated.
         json, picture: files to write, or None.
     """
@@ -97,7 +103,7 @@ class Settings:
     stages: tuple[StageTime, ...]
     loads: tuple[Load, ...]
     against_vllm: bool
-    policy: str | None
+    policy: PolicyName
     rounds: int
     json: Path | None
     picture: Path | None

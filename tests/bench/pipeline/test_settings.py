@@ -62,7 +62,7 @@ def test_defaults():
     assert [load.name for load in chosen.loads] == ["burst-32"]
     assert (chosen.against_vllm, chosen.policy, chosen.rounds, chosen.json, chosen.picture) == (
         True,
-        None,
+        "balanced",
         1,
         None,
         None,
