@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM as one exception that never comes between the making of a process and the note that it is ours."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -17,6 +17,7 @@ class Stopped(BaseException):
 class _State:
     held = 0
     caught: int | None = None
+    instead: Callable[[], object] | None = None
 
 
 def install() -> None:
@@ -26,17 +27,26 @@ def install() -> None:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted(instead: Callable[[], object] | None = None) -> Iterator[None]:
     """Hold `Stopped` back until the end of the block: for what is made and noted in two steps.
 
+    Args:
+        instead: called when a signal comes, from its handler, also when it came in a block around this one: for an
+            event loop, which would swallow an exception out of nowhere, and can cancel its task.
+
     Raises:
-        Stopped: at the end of the block, when a signal came within it.
+        Stopped: at the end of the block, of the outermost one, when a signal came within it.
     """
+    before = _State.instead
     _State.held += 1
+    _State.instead = instead
     try:
+        if instead is not None and _State.caught is not None:
+            instead()
         yield
     finally:
         _State.held -= 1
+        _State.instead = before
         if not _State.held and _State.caught is not None:
             number, _State.caught = _State.caught, None
             raise Stopped(number)
@@ -47,5 +57,7 @@ def _catch(number: int, _frame: FrameType | None) -> None:
         signal.signal(other, signal.SIG_IGN)
     if _State.held:
         _State.caught = number
+        if _State.instead is not None:
+            _State.instead()
     else:
         raise Stopped(number)
