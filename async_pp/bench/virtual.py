@@ -10,10 +10,12 @@ A loop that has no timer left and nothing ready can never go on: it raises `Dead
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Deadlock(RuntimeError):
@@ -21,7 +23,7 @@ class Deadlock(RuntimeError):
 
 
 class _Selector(selectors.DefaultSelector):
-    """Waits by putting its clock forward. What is ready without waiting is reported as ever: the loop wakes itself so."""
+    """Waits by putting its clock forward. What is ready at once is reported as ever: so the loop wakes itself."""
 
     now_s = 0.0
 
@@ -48,7 +50,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the loop was made."""
         return self._virtual.now_s
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
         """Refused: virtual time would pass while the thread works.
 
         Raises:

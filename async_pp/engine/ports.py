@@ -1,13 +1,15 @@
-"""What the coroutines need of a scheduler, whoever provides it.
+"""What the coroutines need of a scheduler and of a rank set, whoever provides them.
 
-vLLM's scheduler stands behind it in the engine; tests and simulations put a small one there.
+In the engine vLLM's scheduler and rank processes stand behind them; tests and simulations put others there.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_pp.core.gather import Scope
+from async_pp.wire.messages import SampleMode
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,31 @@ class SchedulerPort(Protocol):
 
     def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[Any]:
         """Take the answers of a step, by rank. Returns what the streams shall be told."""
+
+
+class LayoutPort(Protocol):
+    """How many ranks there are, and which of them answers with the sampled tokens."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def output_rank(self) -> int: ...
+
+
+class ExecutorPort(Protocol):
+    """A started rank set of one epoch. Called on the loop's thread only."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def layout(self) -> LayoutPort: ...
+
+    def execute(
+        self, step: int, work: Any, *, grammar: Any, sample: SampleMode, scope: Scope
+    ) -> Sequence[tuple[int, asyncio.Future[Any]]]:
+        """Send a step. Returns rank and future of each answer that will come."""
+
+    def release(self, step: int, grammar: Any) -> None:
+        """Send the deferred sampling of a step."""

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from async_pp.core.pipeline import Dispatch, Effect, EndEpoch, FreeSlot, Pipeline, Release, Settle, Step
-from async_pp.engine.executor import RankExecutor
 from async_pp.engine.planner import Planner
-from async_pp.engine.ports import Plan, SchedulerPort
+from async_pp.engine.ports import ExecutorPort, Plan, SchedulerPort
 from async_pp.engine.settler import Settler
 from async_pp.errors import first_of
 from async_pp.wire.messages import SampleMode
@@ -31,7 +30,7 @@ class Stepping:
     def __init__(
         self,
         scheduler: SchedulerPort,
-        executor: RankExecutor,
+        executor: ExecutorPort,
         *,
         depth: int,
         emit: Callable[[Sequence[Any]], None],

@@ -50,3 +50,22 @@ def test_an_error_of_the_block_does_not_lose_the_signal():
     with pytest.raises(Stopped) as stopped:
         make()
     assert isinstance(stopped.value.__context__, OSError)
+
+
+def test_a_block_may_be_told_at_once_also_of_a_signal_before_it():
+    told = []
+
+    def make():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with uninterrupted(lambda: told.append("late")):
+                told.append("inside")
+
+    with pytest.raises(Stopped):
+        make()
+    assert told == ["late", "inside"]
+    install()
+    with pytest.raises(Stopped), uninterrupted(lambda: told.append("at once")):
+        os.kill(os.getpid(), signal.SIGINT)
+        told.append("after")
+    assert told[2:] == ["at once", "after"]

@@ -17,7 +17,13 @@ def test_timers_run_in_order_and_no_real_time_passes():
 
     async def main():
         async with asyncio.TaskGroup() as tasks:
-            for name, seconds in (("week", 604_800.0), ("hour", 3600.0), ("soon", 0.25), ("also soon", 0.25), ("now", 0)):
+            for name, seconds in (
+                ("week", 604_800.0),
+                ("hour", 3600.0),
+                ("soon", 0.25),
+                ("also soon", 0.25),
+                ("now", 0),
+            ):
                 tasks.create_task(wait(name, seconds))
 
     began = time.monotonic()

@@ -13,6 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from async_pp.bench.simulate.stages import Oracle, StageCost, StepLoad
 from async_pp.core.gather import Scope
+from async_pp.wire.messages import SampleMode
 
 TOKEN = 7
 """The token that every request samples: which one it is changes nothing."""
@@ -63,7 +64,7 @@ class SimulatedRanks:
         self._known: dict[str, int] = {}  # prompt and sampled tokens of each request, as a model runner keeps them
 
     def execute(
-        self, step: int, work: SchedulerOutput, *, grammar: Any, sample: str, scope: Scope
+        self, step: int, work: SchedulerOutput, *, grammar: Any, sample: SampleMode, scope: Scope
     ) -> list[tuple[int, asyncio.Future[Any]]]:
         """Send a step. Returns the future of the output rank's answer, which comes in virtual time."""
         load, output = self._compute(work)
@@ -89,7 +90,7 @@ class SimulatedRanks:
             answer.set_result((output, None))
 
     def _compute(self, work: SchedulerOutput) -> tuple[StepLoad, ModelRunnerOutput]:
-        """What the step costs, and what its output rank answers: a token for each request all of whose tokens are in."""
+        """What the step costs, and its answer: a token for each request that is computed to its end."""
         for request_id in work.finished_req_ids:
             self._known.pop(request_id, None)
         computed: dict[str, int] = {}

@@ -20,8 +20,8 @@ class Host:
     """
 
     real_s: float
-    plan_settle_ms_p50: float
-    vllm_ms_p50: float
+    plan_settle_ms_p50: float | None
+    vllm_ms_p50: float | None
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.empty_steps:,}",
         f"{row.virtual_s:,.1f}",
         f"{row.host.real_s:,.1f}",
-        f"{row.host.plan_settle_ms_p50:.3f}",
-        f"{row.host.vllm_ms_p50:.3f}",
+        _ms(row.host.plan_settle_ms_p50, 3),
+        _ms(row.host.vllm_ms_p50, 3),
     )
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
+def _ms(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _rounded(value: Any) -> Any:

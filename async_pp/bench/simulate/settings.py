@@ -1,6 +1,7 @@
 """`bench simulate`: what to simulate, and the checks that need no vLLM."""
 
 import importlib.util
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ TOKENS_PER_STEP = 2048
 REQUESTS = 10_000
 INPUT_LEN, OUTPUT_LEN = "16-512", "8-128"
 
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+"""What this program sets before it imports vLLM, where the user set nothing: no look at the hub, no reports, no word
+about what the workers, which there are none of, would do."""
+
 
 def add_command(commands: Any) -> None:
     """Add the parser of `simulate`."""
@@ -42,7 +47,13 @@ def add_command(commands: Any) -> None:
         help="time of a stage per step, sequence, token and (attention) pair of a token and one it looks at; once for "
         "all stages, or once for each (default: 4,1,0.1)",
     )
-    add("--slow", action="append", default=[], metavar="STAGE=FACTOR", help="this stage, from 0, takes so many times it")
+    add(
+        "--slow",
+        action="append",
+        default=[],
+        metavar="STAGE=FACTOR",
+        help="a stage, from 0, that takes so many times it",
+    )
     add("--hop", type=float, default=0.0, metavar="MS", help="from stage to stage, and to and from the engine")
     add("--host", type=float, default=0.0, metavar="MS", help="that the engine takes for each step")
     add("--policy", choices=("balanced", "fill-first"), default="balanced", help="default: balanced")
@@ -73,6 +84,8 @@ def run(args: Namespace, tell: Callable[[str], None]) -> str:
         BenchFailed: the engine could not go on.
     """
     chosen = check(args)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     tell("importing vLLM")
     from async_pp.bench.simulate import report, simulation
 

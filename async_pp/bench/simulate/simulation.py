@@ -8,7 +8,8 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,7 +170,7 @@ class _Clients:
 
     Args:
         arrivals: the requests, by arrival.
-        open: keep so many requests open as long as there are any, whenever they arrive; None: as they arrive.
+        kept: keep so many requests open as long as there are any, whenever they arrive; None: as they arrive.
         now: what has happened so far.
         tell: told about the progress.
 
@@ -181,14 +182,14 @@ class _Clients:
     """
 
     def __init__(
-        self, arrivals: Sequence[requests.Arrival], open: int | None, now: Callable[[], _Moment], tell: Tell
+        self, arrivals: Sequence[requests.Arrival], kept: int | None, now: Callable[[], _Moment], tell: Tell
     ) -> None:
         self.tokens = 0
         self.ttft_ms = array("d")
         self.itl_ms = array("d")
         self.first = self.last = self.ended = _Moment(0.0, 0, 0.0, 0, 0)
         self._arrivals = arrivals
-        self._open = open
+        self._kept = kept
         self._now = now
         self._tell = tell
         self._told_every = max(1, len(arrivals) // TOLD)
@@ -207,8 +208,8 @@ class _Clients:
         """Send all requests and wait until each is answered."""
         self._admit = admit
         loop = asyncio.get_running_loop()
-        if self._open is not None:
-            for _ in range(self._open):
+        if self._kept is not None:
+            for _ in range(self._kept):
                 self._send()
         else:
             for arrival in self._arrivals:
@@ -217,7 +218,7 @@ class _Clients:
                 self._send()
         await self._done.wait()
         self.ended = self._now()
-        if self._open is None or self.last.at_s <= self.first.at_s or self.first.tokens == 0:
+        if self._kept is None or self.last.at_s <= self.first.at_s or self.first.tokens == 0:
             self.first, self.last = _Moment(0.0, 0, 0.0, 0, 0), self.ended
 
     def take(self, outputs: Sequence[EngineCoreOutputs]) -> None:
@@ -257,14 +258,14 @@ class _Clients:
     def _end(self, request_id: str) -> None:
         del self._came_s[request_id]
         self._ended += 1
-        if self._ended == self._open:
+        if self._ended == self._kept:
             self.first = self._now()
         if self._ended % self._told_every == 0:
             now_s = asyncio.get_running_loop().time()
             self._tell(f"{self._ended} of {len(self._arrivals)} requests, {now_s:.1f} virtual s")
         if self._ended == len(self._arrivals):
             self._done.set()
-        elif self._open is not None and self._sent < len(self._arrivals):
+        elif self._kept is not None and self._sent < len(self._arrivals):
             self._send()
 
 
@@ -279,47 +280,53 @@ class _Metered:
         self.ours_ms = array("d")
         self.vllm_ms = array("d")
         self._scheduler = scheduler
-        self._vllm_s = 0.0
-        self._spent_s = 0.0
-        self._planned: deque[tuple[float, float]] = deque()  # seconds of each plan in flight, oldest first
+        self._inside_s = 0.0  # vLLM's, all in all
+        self._planning = _Took()
+        self._planned: deque[_Took] = deque()  # of each plan in flight, oldest first
         vllm = scheduler.scheduler
-        vllm.schedule = self._timed(vllm.schedule)
-        vllm.update_from_output = self._timed(vllm.update_from_output)
+        vllm.schedule = self._inside(vllm.schedule)
+        vllm.update_from_output = self._inside(vllm.update_from_output)
 
     def plan(self) -> Plan | None:
-        began = time.perf_counter()
-        plan = self._scheduler.plan()
-        self._spent_s += time.perf_counter() - began
+        with self._measured(self._planning):
+            plan = self._scheduler.plan()
         if plan is not None:
-            self._planned.append(self._taken())
+            self._planned.append(self._planning)
+            self._planning = _Took()
         return plan
 
     def bitmask(self, plan: Plan) -> Any:
         return self._scheduler.bitmask(plan)
 
     def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[EngineCoreOutputs]:
-        before = self._taken()
-        began = time.perf_counter()
-        outputs = self._scheduler.settle(plan, answers, output_rank)
-        self._spent_s += time.perf_counter() - began
-        spent_s, vllm_s = self._taken()
-        ours_s, theirs_s = self._planned.popleft()
-        self.ours_ms.append(1000 * (ours_s + spent_s))
-        self.vllm_ms.append(1000 * (theirs_s + vllm_s))
-        self._spent_s, self._vllm_s = before
+        took = self._planned.popleft()
+        with self._measured(took):
+            outputs = self._scheduler.settle(plan, answers, output_rank)
+        self.ours_ms.append(1000 * took.ours_s)
+        self.vllm_ms.append(1000 * took.vllm_s)
         return outputs
 
-    def _taken(self) -> tuple[float, float]:
-        taken = (self._spent_s, self._vllm_s)
-        self._spent_s = self._vllm_s = 0.0
-        return taken
+    @contextmanager
+    def _measured(self, took: "_Took") -> Iterator[None]:
+        began, inside_s = time.perf_counter(), self._inside_s
+        yield
+        took.ours_s += time.perf_counter() - began
+        took.vllm_s += self._inside_s - inside_s
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             began = time.perf_counter()
             try:
                 return call(*args)
             finally:
-                self._vllm_s += time.perf_counter() - began
+                self._inside_s += time.perf_counter() - began
 
         return timed
+
+
+@dataclass
+class _Took:
+    """Seconds of planning and settling a step; those of vLLM within them."""
+
+    ours_s: float = 0.0
+    vllm_s: float = 0.0

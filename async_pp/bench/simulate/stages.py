@@ -108,10 +108,11 @@ def limit(costs: Sequence[StageCost], mix: Mix, sequences: int, *, hop_s: float,
 
         T(M) = max( M · max_s t_s, Σ_s t_s + o, M · h )
 
-    with t_s the stage's time for R/M sequences, each with the average of its tokens over its steps; o = (P + 1) hops and
-    the host's time h, which is all that lies between the end of a step and the next of the same sequences. The best of
-    M = 1 … P counts: with equal stages and o = 0 that is M = P and R / (P · t). Where o > 0 and h or o is long, no M
-    fills the stages: one more step in flight would.
+    with t_s the stage's time for R/M sequences, each with the average of its tokens over its steps; o = (P + 1) hops
+    and the host's time h, which is all that lies between the end of a step and the next of the same sequences. The best
+    of M = 1 … P counts: with equal stages and o = 0 that is M = P and R / (P · t). With o > 0 no M fills the stages,
+    since no more than P steps are in flight. Prompts count as if each token of theirs could go into any step and cost
+    no sequence there: with long ones no engine gets quite so far.
 
     Args:
         costs: of each stage.
