@@ -1,140 +1,130 @@
-"""The micro-batch policy: how many decodes and how many prompt tokens a step may take.
+"""The micro-batch policy: what the next step may take of the decodes and of the prompts.
 
-With P stages, R decodes and M cohorts of R/M, a round of every decode takes about the longer of Σ_s t_s(R/M) and
-M · max_s t_s(R/M). More cohorts keep more stages busy; they lose where a stage's time hardly depends on its batch (it
-reads the same weights for one sequence as for ten), where stages are unequal, and where stages share memory bandwidth
-or cores. None of that is known beforehand, so it is measured: the time per token of a few rounds of nothing but
-decodes, at M and at its neighbours M/2 and 2M, for each size of R by powers of two. The best is kept and looked at
-again now and then.
+P stages, R decodes in M cohorts of b, t_s(b) the time of stage s for b sequences, o the round trip outside the stages,
+h the host's time per step. A round of the cohorts takes
 
-Cohorts heal: a step takes at most its even share of the decodes, so a split such as 2 + 30 is 16 + 16 a round later,
-and with fewer cohorts than stages a decode that is ready waits for those it shall travel with.
+    T(M, b) = max( Σ_s t_s(b) + o,  Σ_i max_s t_s(b_i),  M·h )
 
-Prompts are not held back, but taken in portions: n equal steps through P stages take (n + P - 1)/n of the time of one
-stage, while all prompts in one step take P of it.
+(a cohort cannot be faster than its own way through the stages; the slowest stage, or the host, does one step at a time)
+and brings min(R, M·b) tokens. `Balanced` takes the M and b that bring most per second, by times fitted online (`fit`),
+and where stages share memory or cores, by trying (`cohorts`). M = P is right wherever the batch costs something; P + 1
+where the round trip is longer than the fixed part of a step; fewer where weights or the host dominate.
+
+Cohorts heal: a step takes at most b decodes, so a split such as 2 + 30 is 16 + 16 a round later, and with M cohorts in
+flight a decode that is ready waits for those it shall travel with. Cohorts are equal in *time*: a step is full when the
+predicted time of its decodes, whose attention grows with their context, has reached that of b average ones.
+
+Prompts are taken in chunks of equal time. While decodes run, a step's chunk may take as long as its cohort of decodes,
+so that no round is more than twice as long as without prompts. With no decodes, W seconds of prompts (per stage) are
+spread over n steps, which end after (n + P - 1)·(α + W/n): shortest for n = sqrt((P - 1)·W/α), that is chunks of
+sqrt(W·α/(P - 1)) seconds.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-ROUNDS = 4
-"""Rounds of all decodes that one measurement takes; one more goes by before it, for the cohorts to form."""
-
-RETRY = 64
-"""Measurements of the best number of cohorts before a neighbour is looked at again; twice as many after each trial that
-changed nothing, up to MOST_RETRY."""
-
-MOST_RETRY = 64 * RETRY
-
-DRIFT = 1.25
-"""A measurement so many times longer or shorter than those before says that something has changed: all is looked at."""
-
-MARGIN = 0.97
-"""A neighbour must take less than this share of the best one's time per token to replace it."""
+from async_pp.core.cohorts import Measured
+from async_pp.core.fit import Fit, Line, Size
 
 PORTIONS = 4
-"""Steps per stage that the pending prompt tokens are spread over."""
+"""Steps per stage that pending prompts are spread over while no stage time is known."""
 
 LEAST_PROMPT_TOKENS = 256
-"""What a step takes of them in any case: with less, a stage mostly reads its weights."""
+"""What a step takes of them in any case while no stage time is known."""
+
+SHARERS = 2
+"""Prompts under way at once of those that do not fit into one step."""
+
+MOST_PORTIONS = 8
+"""Steps per stage that prompts are spread over where a step seems to cost nothing by itself."""
+
+PROMPT_SHARE = 0.5
+"""Time that prompts may add to a step, as a share of what a cohort of decodes takes."""
+
+EVENNESS = 0.85
+"""Prompts are spread over as many steps as stages when the best number would not take less than this share of that."""
+
+NEARLY = 1.25
+"""A prompt that takes up to so many times what is left of a step is not cut."""
+
+HYSTERESIS = 0.97
+"""Another number of cohorts must take less than this share of the present one's time per token to replace it."""
+
+TIE = 0.99
+"""Among numbers of cohorts whose times differ by less, the smallest is taken: it has the fewest steps."""
+
+SMOOTHING = 1 / 16
+"""Weight of the newest step in the means of round trip and host time."""
+
+UNLIMITED = 1 << 60
+
+PolicyName = Literal["balanced", "fill-first"]
 
 
-class _Search:
-    """The best of several numbers of cohorts, found by measuring the neighbours of the best so far.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that is not yet in the KV cache as a whole.
 
-    Args:
-        candidates: numbers of cohorts, descending; the first is the best until another has been measured to be.
+    Attributes:
+        history: its tokens that are, or that steps in flight bring there.
+        remaining: its other tokens.
     """
 
-    def __init__(self, candidates: Sequence[int]) -> None:
-        self._candidates = candidates
-        self._best = 0
-        self._trial: int | None = None
-        self._rates: dict[int, float] = {}  # seconds per token, smoothed, by index of candidate
-        self._since = 0  # measurements of the best since the last trial
-        self._retry = RETRY
-        self._turn = 0
-
-    @property
-    def current(self) -> int:
-        """The number of cohorts to use now: the best, or the neighbour that is being measured."""
-        return self._candidates[self._best if self._trial is None else self._trial]
-
-    def measured(self, seconds_per_token: float) -> None:
-        """Take a measurement of the current one and decide what to use next."""
-        index = self._best if self._trial is None else self._trial
-        before = self._rates.get(index)
-        self._rates[index] = seconds_per_token if before is None else (before + seconds_per_token) / 2
-        if self._trial is not None:
-            won = self._rates[index] < MARGIN * self._rates[self._best]
-            self._retry = RETRY if won else min(MOST_RETRY, 2 * self._retry)
-            self._best = index if won else self._best
-            self._trial, self._since = None, 0
-        elif before is not None and not before / DRIFT < seconds_per_token < before * DRIFT:
-            self._rates, self._retry, self._since = {index: seconds_per_token}, RETRY, 0
-        else:
-            self._since += 1
-        neighbours = [i for i in (self._best + 1, self._best - 1) if 0 <= i < len(self._candidates)]
-        unknown = [i for i in neighbours if i not in self._rates]
-        if unknown:
-            self._trial = unknown[0]
-        elif neighbours and self._since >= self._retry:
-            self._turn += 1
-            self._trial = neighbours[self._turn % len(neighbours)]
+    history: int
+    remaining: int
 
 
-@dataclass
-class _Window:
-    """One measurement: tokens since it was begun, and when its counting began."""
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a policy may look at.
 
-    bucket: int
-    cohorts: int
-    tokens: int = 0
-    began_s: float | None = None
-
-
-class Balanced:
-    """The policy of one epoch: even cohorts of decodes, prompts in portions.
-
-    Args:
-        stages: pipeline stages.
+    Attributes:
+        decodes: requests that have their prompt behind them, also those in flight.
+        ready: context of each decode that could go now, tokens; who was left out longest comes first.
+        context: sum of the contexts of all decodes, tokens.
+        flying: steps in flight that carry decodes and no prompt.
+        prompts: the next prompts, in the order they are taken; not necessarily all.
+        begun: how many of them, the first ones, have begun.
+        free_tokens: tokens that fit into the free part of the KV cache.
+        block_tokens: tokens per block of it.
     """
 
-    def __init__(self, stages: int) -> None:
-        if stages < 1:
-            raise ValueError(f"stages must be at least 1, not {stages}")
-        self._stages = stages
-        self._searches: dict[int, _Search] = {}
-        self._window: _Window | None = None
+    decodes: int
+    ready: Sequence[int]
+    context: int = 0
+    flying: int = 0
+    prompts: Sequence[Prompt] = ()
+    begun: int = 0
+    free_tokens: int = UNLIMITED
+    block_tokens: int = 16
 
-    def prompt_limit(self, pending: int) -> int:
-        """Prompt tokens that the next step may take.
 
-        Args:
-            pending: prompt tokens that no step has taken yet.
-        """
-        return max(LEAST_PROMPT_TOKENS, math.ceil(pending / (PORTIONS * self._stages)))
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the next step may take, at most.
 
-    def wanted(self, decodes: int) -> int:
-        """Cohorts that so many decodes shall travel in."""
-        return self._search(decodes).current if decodes else 1
+    Attributes:
+        decodes: of the ready ones, the first so many; 0 lets them wait for a cohort in flight.
+        prompt_tokens: of all prompts together.
+        chunk_tokens: of one prompt.
+        begin: prompts that have not begun.
+    """
 
-    def decode_limit(self, decodes: int, ready: int, steps: int) -> int:
-        """Decodes that the next step may take.
+    decodes: int
+    prompt_tokens: int = UNLIMITED
+    chunk_tokens: int = UNLIMITED
+    begin: int = UNLIMITED
 
-        Args:
-            decodes: all that run, also those in flight.
-            ready: those that could go now.
-            steps: steps in flight that carry decodes and no prompt.
 
-        Returns:
-            At most `ready`; 0 to let them wait for a cohort in flight, which is only said while one is.
-        """
-        cohorts = self.wanted(decodes)
-        if cohorts < self._stages and steps >= cohorts:
-            return 0
-        return min(ready, math.ceil(decodes / cohorts))
+class Policy(Protocol):
+    """A micro-batch policy. Called on one thread; time is an argument."""
+
+    name: str
+
+    def limits(self, view: View) -> Limits:
+        """Limits of the next step. With nothing in flight they let something go, or the engine would stand still."""
 
     def settled(self, decodes: int, tokens: int, prompt_tokens: int, now_s: float) -> None:
         """A step has settled.
@@ -142,27 +132,250 @@ class Balanced:
         Args:
             decodes: all that run.
             tokens: decodes that the step carried.
-            prompt_tokens: prompt tokens that it carried: they end a measurement.
+            prompt_tokens: prompt tokens that it carried.
             now_s: monotonic seconds.
         """
-        if prompt_tokens or not tokens or not decodes:
-            self._window = None
-            return
-        bucket, window = decodes.bit_length(), self._window
-        if window is None or (window.bucket, window.cohorts) != (bucket, self.wanted(decodes)):
-            window = self._window = _Window(bucket, self.wanted(decodes))
-        window.tokens += tokens
-        if window.began_s is None:
-            if window.tokens >= decodes:
-                window.began_s, window.tokens = now_s, 0
-        elif window.tokens >= ROUNDS * decodes:
-            self._search(decodes).measured((now_s - window.began_s) / window.tokens)
-            self._window = None
 
-    def _search(self, decodes: int) -> _Search:
-        bucket = decodes.bit_length()
-        if bucket not in self._searches:
-            fewest = 1 << (bucket - 1)  # decodes of this size
-            fewer = [self._stages >> halved for halved in range(1, self._stages.bit_length())]
-            self._searches[bucket] = _Search([self._stages, *(number for number in fewer if number < fewest)])
-        return self._searches[bucket]
+    def timed(self, size: Size, stages: Sequence[float], round_trip_s: float, host_s: float) -> None:
+        """The times of a settled step have come: of each stage, of the way outside the stages, of the host. Seconds."""
+
+
+class FillFirst:
+    """vLLM's own behaviour: a step takes whatever is ready, up to vLLM's limits."""
+
+    name = "fill-first"
+
+    def limits(self, view: View) -> Limits:
+        """No limit."""
+        return Limits(len(view.ready))
+
+    def settled(self, decodes: int, tokens: int, prompt_tokens: int, now_s: float) -> None:
+        """Nothing is learned."""
+
+    def timed(self, size: Size, stages: Sequence[float], round_trip_s: float, host_s: float) -> None:
+        """Nothing is learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Cohorts wanted in flight, and decodes of each."""
+
+    cohorts: int
+    size: int
+
+
+@dataclass
+class _Overheads:
+    """Smoothed times outside the stages, seconds per step."""
+
+    round_trip_s: float = 0.0
+    host_s: float = 0.0
+
+    def add(self, round_trip_s: float, host_s: float) -> None:
+        self.round_trip_s += SMOOTHING * (round_trip_s - self.round_trip_s)
+        self.host_s += SMOOTHING * (host_s - self.host_s)
+
+
+@dataclass(eq=False)
+class Balanced:
+    """Even cohorts of decodes, prompts in chunks that match them.
+
+    Args:
+        stages: pipeline stages.
+        ahead: whether one step more than there are stages may be in flight.
+        shared: whether the stages share memory bandwidth or cores: then the number of cohorts is found by trying.
+        paced: whether workers prescribe a cadence of `stages` steps between two decodes of a request, as with vLLM's
+            async scheduling: then there are as many cohorts as stages.
+    """
+
+    stages: int
+    ahead: bool = False
+    shared: bool = False
+    paced: bool = False
+    name: str = field(default="balanced", init=False)
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, not {self.stages}")
+        self._fit = Fit(self.stages)
+        self._overheads = _Overheads()
+        self._measured = Measured(self.stages) if self.shared and not self.paced else None
+        self._depth = self.stages + self.ahead
+        self._cohorts = self.stages
+        self._splits: dict[int, _Split] = {}  # by decodes; until stage times are computed anew
+        # Prompts that came while no decode ran, at their most, seconds per stage. None once a decode has begun.
+        self._wave_s: float | None = 0.0
+
+    # -- Policy --------------------------------------------------------------------------------------------------
+
+    def limits(self, view: View) -> Limits:
+        """Limits of the next step."""
+        fresh = not view.flying and len(view.ready) == view.decodes
+        split = _Split(self.stages, 1)
+        if view.decodes:
+            split = self.split(view.decodes, view.context / view.decodes, fresh=fresh)
+        decodes = self._decodes(view, split)
+        if not view.decodes:
+            self._wave_s = self._wave_s or 0.0
+        if view.ready:  # a decode has begun
+            self._wave_s = None
+        if not view.prompts:
+            return Limits(decodes)
+        line = self._fit.slowest
+        if line is None:
+            pending = sum(prompt.remaining for prompt in view.prompts)
+            tokens = max(LEAST_PROMPT_TOKENS, math.ceil(pending / (PORTIONS * self.stages)))
+        else:
+            tokens = self._prompt_tokens(view, split, decodes, line)
+        if view.decodes:
+            # Each decode may need another block before the next prompt ends. With no decode, prompts have all.
+            tokens = min(tokens, max(0, view.free_tokens - view.decodes * view.block_tokens))
+            if not tokens and not decodes and not view.flying:
+                tokens = 1
+        return Limits(decodes, tokens, *_share(view, tokens))
+
+    def settled(self, decodes: int, tokens: int, prompt_tokens: int, now_s: float) -> None:
+        """A step has settled; see `Policy.settled`."""
+        if self._measured is not None:
+            self._measured.settled(decodes, tokens, prompt_tokens, now_s)
+
+    def timed(self, size: Size, stages: Sequence[float], round_trip_s: float, host_s: float) -> None:
+        """The times of a step have come; see `Policy.timed`."""
+        before = self._fit.total
+        self._fit.add(size, stages)
+        if self._fit.total is not before:
+            self._splits.clear()
+        self._overheads.add(round_trip_s, host_s)
+
+    # -- decodes -------------------------------------------------------------------------------------------------
+
+    def split(self, decodes: int, context: float = 0.0, *, fresh: bool = False) -> _Split:
+        """How so many decodes, at least one, shall travel.
+
+        Args:
+            decodes: all that run.
+            context: tokens of each, on average.
+            fresh: none of them is in flight, so that no present number of cohorts has a bonus.
+        """
+        if self._measured is not None:
+            cohorts = self._measured.wanted(decodes)
+            return _Split(cohorts, math.ceil(decodes / cohorts))
+        total, slowest = self._fit.total, self._fit.slowest
+        if self.paced or total is None or slowest is None:
+            return _Split(self.stages, math.ceil(decodes / self.stages))
+        if fresh or decodes not in self._splits:
+            self._splits[decodes] = self._fastest(decodes, context, fresh, total, slowest)
+        return self._splits[decodes]
+
+    def _fastest(self, decodes: int, context: float, fresh: bool, total: Line, slowest: Line) -> _Split:
+        best_s, present_s = math.inf, math.inf
+        best = present = _Split(1, decodes)
+        for cohorts in self._candidates(decodes):
+            for size in {decodes // cohorts, -(-decodes // cohorts)}:
+                carried = min(decodes, cohorts * size)
+                way_s = total.of(Size(size, size, size * context)) + self._overheads.round_trip_s
+                busy_s = cohorts * slowest.step + slowest.of(Size(carried, carried, carried * context)) - slowest.step
+                seconds = max(way_s, busy_s, cohorts * self._overheads.host_s) / carried
+                if seconds < best_s * TIE:
+                    best_s, best = seconds, _Split(cohorts, size)
+                if cohorts == min(self._cohorts, decodes) and seconds < present_s:
+                    present_s, present = seconds, _Split(cohorts, size)
+        if not fresh and best_s >= HYSTERESIS * present_s:
+            return present
+        if best.cohorts != self._cohorts:
+            self._cohorts = best.cohorts
+            self._splits.clear()
+        return best
+
+    def _candidates(self, decodes: int) -> list[int]:
+        """Numbers of cohorts to compare, ascending: all up to the depth, or, of very deep pipes, the likely ones."""
+        likely = {self._depth >> halved for halved in range(self._depth.bit_length())}
+        likely |= {self.stages >> halved for halved in range(self.stages.bit_length())}
+        likely |= {self._cohorts, *range(1, 9)}
+        return sorted({min(number, decodes, self._depth) for number in likely})
+
+    def _decodes(self, view: View, split: _Split) -> int:
+        """How many of the ready decodes go: none while their cohorts are all in flight."""
+        if view.flying >= split.cohorts:
+            return 0
+        line = self._fit.slowest
+        if len(view.ready) <= split.size or line is None or line.pair == 0:
+            return min(len(view.ready), split.size)
+        each = line.sequence + line.token
+        full_s = split.size * (each + line.pair * view.context / view.decodes)
+        taken_s = 0.0
+        for taken, context in enumerate(view.ready):
+            cost_s = each + line.pair * context
+            if taken and taken_s + cost_s / 2 > full_s:
+                return taken
+            taken_s += cost_s
+        return len(view.ready)
+
+    # -- prompts -------------------------------------------------------------------------------------------------
+
+    def _prompt_tokens(self, view: View, split: _Split, decodes: int, line: Line) -> int:
+        """Prompt tokens whose predicted time fits into the step."""
+        pending_s = sum(_seconds(line, prompt, prompt.remaining) for prompt in view.prompts)
+        ending = UNLIMITED  # prompts that may end with this step
+        if self._wave_s is None:
+            average = view.context / view.decodes
+            size = (view.decodes + len(view.prompts)) / split.cohorts
+            level_s = (1 + PROMPT_SHARE) * line.of(Size(size, size, size * average))
+            budget_s = max(line.step, level_s - line.of(Size(decodes, decodes, decodes * average)))
+        else:
+            self._wave_s = max(self._wave_s, pending_s)
+            portions = self._portions(line, self._wave_s)
+            budget_s = self._wave_s / portions
+            if portions == self.stages:
+                ending = -(-(view.decodes + len(view.prompts)) // self.stages)
+        tokens = 0
+        for prompt in view.prompts:
+            whole_s = _seconds(line, prompt, prompt.remaining)
+            if whole_s <= NEARLY * budget_s:
+                tokens += prompt.remaining
+                ending -= 1
+            else:
+                chunk = line.chunk(max(0.0, budget_s - line.sequence), prompt.history)
+                tokens += math.ceil(min(prompt.remaining, chunk))
+            budget_s -= whole_s
+            if budget_s < 0 or not ending:
+                break
+        return max(1, tokens)
+
+    def _portions(self, line: Line, pending_s: float) -> float:
+        """Steps that prompts are spread over when no decode runs: the best number, or P where that is nearly as good.
+
+        With as many steps as stages, the cohorts of decodes that follow are even from the start.
+        """
+        others = self.stages - 1
+        if others * pending_s <= line.step:
+            return 1
+        shortest_s = (math.sqrt(pending_s) + math.sqrt(others * line.step)) ** 2
+        even_s = (self.stages + others) * (line.step + pending_s / self.stages)
+        if even_s * EVENNESS <= shortest_s:
+            return self.stages
+        return math.sqrt(others * pending_s / line.step) if line.step else MOST_PORTIONS * self.stages
+
+
+def _seconds(line: Line, prompt: Prompt, tokens: int) -> float:
+    """What so many further tokens of a prompt add to a step."""
+    pairs = tokens * (prompt.history + tokens / 2)
+    return line.sequence + line.token * tokens + line.pair * pairs
+
+
+def _share(view: View, tokens: int) -> tuple[int, int]:
+    """The most one prompt may take of a step's tokens, and how many further prompts may begin.
+
+    Prompts that fit into the step are taken whole, in order. One that does not leaves up to half of the step to those
+    that do, and shares the rest with others of its kind. No more than `SHARERS` of them are under way: many that are
+    done side by side all end late, and each costs its part of every step.
+    """
+    long = [index for index, prompt in enumerate(view.prompts) if prompt.remaining > tokens]
+    under_way = sum(index < view.begun for index in long)
+    waiting = [index for index in long if index >= view.begun]
+    last = waiting[max(0, SHARERS - under_way) :]
+    begin = (last[0] if last else len(view.prompts)) - view.begun
+    if not long:
+        return UNLIMITED, begin
+    left = tokens - min(tokens // 2, sum(prompt.remaining for prompt in view.prompts if prompt.remaining <= tokens))
+    return max(1, left // min(SHARERS, len(long))), begin

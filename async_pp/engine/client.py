@@ -11,6 +11,7 @@ constructor only assigns; `async with` starts everything and always stops it, in
 
 import asyncio
 import threading
+import time
 from functools import partial
 from operator import methodcaller
 from types import TracebackType
@@ -25,7 +26,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerFactory, StatLoggerManager, load_stat_logger_plugin_factories
 
-from async_pp.core.policy import Balanced
+from async_pp.core.bubble import StageTime
+from async_pp.core.policy import Policy, PolicyName
 from async_pp.engine.core_client import InProcessClient
 from async_pp.engine.executor import OnPhase, RankExecutor, RankLayout
 from async_pp.engine.stepping import Stepping
@@ -33,10 +35,11 @@ from async_pp.engine.streams import Streams
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor, worker_call
 from async_pp.engine.vllm_seam.config import config_errors, cores, make_config
 from async_pp.engine.vllm_seam.dead import as_dead
-from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core
+from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core, make_policy
 from async_pp.engine.vllm_seam.version import check
 from async_pp.errors import EngineClosed, EngineFailed
 from async_pp.ranks.environment import PRELOAD, rank_environment
+from async_pp.ranks.runner import flush
 from async_pp.ranks.spawn import Zygote
 
 RUNNER = "async_pp.ranks.vllm_runner:VllmRunner"
@@ -59,6 +62,7 @@ class AsyncPPEngine(AsyncLLM):
         *,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: list[StatLoggerFactory] | None = None,
+        policy: PolicyName | Policy = "balanced",
         zygote: Zygote | None = None,
         on_phase: OnPhase = ignore_phase,
     ) -> None:
@@ -66,6 +70,7 @@ class AsyncPPEngine(AsyncLLM):
         self.failed = asyncio.Event()
         self._usage_context = usage_context
         self._stat_loggers = stat_loggers or []
+        self._policy = policy
         self._zygote = zygote
         self._on_phase = on_phase
         self._streams = Streams(on_end=self._end_requests)
@@ -83,6 +88,7 @@ class AsyncPPEngine(AsyncLLM):
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: list[StatLoggerFactory] | None = None,
         *,
+        policy: PolicyName | Policy = "balanced",
         zygote: Zygote | None = None,
         on_phase: OnPhase | None = None,
     ) -> Self:
@@ -92,6 +98,8 @@ class AsyncPPEngine(AsyncLLM):
             engine_args: vLLM's own arguments.
             usage_context: how vLLM's statistics shall call this use.
             stat_loggers: further statistics loggers, as for vLLM.
+            policy: which requests share a step, with more than one stage: "balanced", "fill-first" (as vLLM does), or
+                a `Policy` of the caller's own.
             zygote: what forks the ranks, when the caller has launched one early; the engine then ends it too.
             on_phase: told about start-up progress: phase, rank or None, seconds.
         """
@@ -99,6 +107,7 @@ class AsyncPPEngine(AsyncLLM):
             engine_args,
             usage_context=usage_context,
             stat_loggers=stat_loggers,
+            policy=policy,
             zygote=zygote,
             on_phase=on_phase or ignore_phase,
         )
@@ -134,11 +143,16 @@ class AsyncPPEngine(AsyncLLM):
             await self._zygote.start(rank_environment(world), PRELOAD)
         config, written = await asyncio.to_thread(make_config, self.engine_args, self._usage_context)
         self._assign(config)
-        ranks = config.parallel_config.world_size
+        parallel = config.parallel_config
         layout = RankLayout(
-            output_rank=ranks - config.parallel_config.tensor_parallel_size, cpus=cores(config), runner=RUNNER
+            output_rank=parallel.world_size - parallel.tensor_parallel_size,
+            cpus=cores(config),
+            runner=RUNNER,
+            ranks_per_stage=parallel.world_size // parallel.pipeline_parallel_size,
         )
-        self._ranks = RankExecutor(layout, self._zygote, epoch=0, on_phase=self._on_phase, on_lost=self._lost)
+        self._ranks = RankExecutor(
+            layout, self._zygote, epoch=0, on_phase=self._on_phase, on_lost=self._lost, on_span=self._span
+        )
         await self._ranks.start()
         with config_errors():
             async with asyncio.TaskGroup() as tasks:  # the front end is built while the ranks load
@@ -184,18 +198,20 @@ class AsyncPPEngine(AsyncLLM):
         """Put core, steps, client and streams together and start stepping."""
         assert self._ranks is not None
         self.renderer, self.input_processor, self.output_processor = front
-        stages = self.vllm_config.parallel_config.pipeline_parallel_size
-        # With vLLM's async scheduling its workers prescribe when a request may decode again.
-        splits = stages > 1 and not self.scheduler_config.async_scheduling
         self._scheduler = VllmScheduler(
             core,
             wake=loop_wake(self._loop, self._wake),
             emit=self._streams.emit,
-            policy=Balanced(stages) if splits else None,
-            clock=self._loop.time,
+            policy=self._made(self._policy),
+            clock=time.monotonic,
         )
-        depth = self.vllm_config.max_concurrent_batches
-        self._stepping = Stepping(self._scheduler, self._ranks, depth=depth, emit=self._streams.emit)
+        self._stepping = Stepping(
+            self._scheduler,
+            self._ranks,
+            depth=self._scheduler.depth,
+            emit=self._streams.emit,
+            clock=time.monotonic,
+        )
         self.engine_core = InProcessClient(self._scheduler, self._ranks, self._stepping, self._streams)
         self.logger_manager = None
         if self.log_stats:
@@ -211,7 +227,22 @@ class AsyncPPEngine(AsyncLLM):
         self.output_handler = None
         self._run_output_handler()
 
+    def _made(self, policy: PolicyName | Policy) -> Policy:
+        return make_policy(policy, self.vllm_config) if isinstance(policy, str) else policy
+
     # -- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> str:
+        """Name of the micro-batch policy in force."""
+        return self._policy if isinstance(self._policy, str) else self._policy.name
+
+    def use_policy(self, policy: PolicyName | Policy) -> None:
+        """Plan by another micro-batch policy from the next step on. May be called before the start as well."""
+        self._policy = policy
+        if self._scheduler is not None:
+            self._scheduler.policy = self._made(policy)
+            self._wake()
 
     async def _step(self) -> None:
         assert self._stepping is not None
@@ -223,6 +254,10 @@ class AsyncPPEngine(AsyncLLM):
     def _wake(self) -> None:
         if self._stepping is not None:
             self._stepping.wake()
+
+    def _span(self, stage: int, step: int, began_s: float, ended_s: float) -> None:
+        if self._stepping is not None:
+            self._stepping.span(stage, step, began_s, ended_s)
 
     def _end_requests(self, error: BaseException) -> None:
         self.output_processor.propagate_error(error)
@@ -245,6 +280,21 @@ class AsyncPPEngine(AsyncLLM):
         self.engine_core.die(dead)
         self._ranks.lose(dead)
         self.failed.set()
+
+    async def bubbles(self) -> StageTime:
+        """What became of the stages' time since the start, by cause (`StageTime.shares`).
+
+        Asks the ranks, between steps, for the times that they have not told yet. With no request open the answer counts
+        every second up to now; two of them enclose a load (`StageTime.since`).
+
+        Raises:
+            EngineFailed: the ranks were lost.
+            EngineClosed: the engine was closed, or has not been started.
+        """
+        if self._ranks is None or self._stepping is None or self._dead is not None:
+            raise self.dead_error
+        await self._ranks.call(flush)
+        return self._stepping.bubbles()
 
     async def close(self) -> None:
         """End everything: open requests get `EngineClosed`, ranks are asked, then ended, all in bounded time."""

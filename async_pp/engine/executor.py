@@ -34,6 +34,7 @@ from async_pp.wire.messages import (
     Phase,
     Sample,
     SampleMode,
+    Spans,
     StepFailed,
     StepReply,
     ToRank,
@@ -46,25 +47,39 @@ SHARED_MEMORY = Path("/dev/shm")
 OnPhase = Callable[[str, int | None, float], None]
 """Start-up progress: phase, rank (None: all of them), seconds it took."""
 
+OnSpan = Callable[[int, int, float, float], None]
+"""A stage's time for a step: stage, step, when it had the inputs and when it was done (monotonic seconds)."""
+
+
+def ignore_span(stage: int, step: int, began_s: float, ended_s: float) -> None:
+    """Times that nobody asked for."""
+
 
 @dataclass(frozen=True)
 class RankLayout:
     """Where the ranks of one node run.
 
     Attributes:
-        output_rank: the rank whose answers carry the sampled tokens.
+        output_rank: the rank whose answers carry the sampled tokens; the first one of the last stage.
         cpus: per rank the cores it is bound to, or None for unbound.
         runner: dotted name of the Runner.
+        ranks_per_stage: ranks that share a stage (tensor parallelism); neighbours in rank order.
     """
 
     output_rank: int
     cpus: Sequence[tuple[int, ...] | None]
     runner: str
+    ranks_per_stage: int = 1
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
         return len(self.cpus)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.ranks // self.ranks_per_stage
 
 
 class RankExecutor:
@@ -76,6 +91,8 @@ class RankExecutor:
         epoch: number of this life.
         on_phase: told about start-up progress.
         on_lost: told once, with the error, when the rank set cannot go on.
+        on_span: told the stages' times, those of the output stage before the answer's future is resolved, the others
+            some steps later, or before a `call` that follows them returns.
     """
 
     def __init__(
@@ -86,6 +103,7 @@ class RankExecutor:
         epoch: int,
         on_phase: OnPhase,
         on_lost: Callable[[EngineFailed], None],
+        on_span: OnSpan = ignore_span,
     ) -> None:
         self.layout = layout
         self.epoch = epoch
@@ -94,6 +112,7 @@ class RankExecutor:
         self._zygote = zygote
         self._on_phase = on_phase
         self._on_lost = on_lost
+        self._on_span = on_span
         self._steps: Pending[tuple[int, int], Any] = Pending()
         self._calls: Pending[tuple[int, int], Any] = Pending()
         self._hellos: Pending[int, int] = Pending()
@@ -155,6 +174,7 @@ class RankExecutor:
             rank=rank,
             ranks=self.layout.ranks,
             output_rank=self.layout.output_rank,
+            ranks_per_stage=self.layout.ranks_per_stage,
             epoch=self.epoch,
             endpoint=self._channel.endpoint,
             key=key,
@@ -306,8 +326,12 @@ class RankExecutor:
 
     def _take(self, rank: int, envelope: Envelope) -> None:
         match envelope.message:
-            case StepReply(step=step):
+            case StepReply(step=step, began_s=began_s, ended_s=ended_s):
+                self._take_span(rank, step, began_s, ended_s)
                 self._steps.resolve((step, rank), envelope.load())
+            case Spans(spans=spans):
+                for span in spans:
+                    self._take_span(rank, *span)
             case StepFailed(step=step, kind=kind, text=text):
                 self.lose(self._rank_error(rank, kind, text, step))
             case CallReply(call=call):
@@ -327,6 +351,11 @@ class RankExecutor:
                 self._hellos.resolve(rank, pid)
             case Phase(name=name, seconds=seconds):
                 self._on_phase(name, rank, seconds)
+
+    def _take_span(self, rank: int, step: int, began_s: float, ended_s: float) -> None:
+        stage, in_stage = divmod(rank, self.layout.ranks_per_stage)
+        if in_stage == 0:
+            self._on_span(stage, step, began_s, ended_s)
 
     def _rank_error(self, rank: int, kind: str, text: str, step: int | None) -> RankError:
         message = f"rank {rank} raised {_last_line(text, kind)}"

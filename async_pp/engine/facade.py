@@ -43,7 +43,10 @@ class PipelineExecutor(BridgeExecutor):
         self._unsampled: tuple[int, Any, Future[Any]] | None = None
         parallel = vllm_config.parallel_config
         layout = RankLayout(
-            output_rank=parallel.world_size - parallel.tensor_parallel_size, cpus=cores(vllm_config), runner=RUNNER
+            output_rank=parallel.world_size - parallel.tensor_parallel_size,
+            cpus=cores(vllm_config),
+            runner=RUNNER,
+            ranks_per_stage=parallel.world_size // parallel.pipeline_parallel_size,
         )
         owned.zygote = Zygote()
         owned.ranks = RankExecutor(layout, owned.zygote, epoch=0, on_phase=_no_phase, on_lost=self._lost)

@@ -16,12 +16,20 @@ class Planner:
     Args:
         scheduler: asked for one plan per slot.
         depth: number of slots.
-        dispatch: takes a plan; from then on the slot is the step's.
+        dispatch: takes a plan, and when the scheduler was asked for it; from then on the slot is the step's.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, scheduler: SchedulerPort, depth: int, dispatch: Callable[[Plan], None]) -> None:
+    def __init__(
+        self,
+        scheduler: SchedulerPort,
+        depth: int,
+        dispatch: Callable[[Plan, float], None],
+        clock: Callable[[], float],
+    ) -> None:
         self._scheduler = scheduler
         self._dispatch = dispatch
+        self._clock = clock
         self._work = asyncio.Event()
         self._slots: asyncio.Queue[None] = asyncio.Queue(maxsize=depth)
         for _ in range(depth):
@@ -43,9 +51,10 @@ class Planner:
             await self._slots.get()
             # Cleared before the scheduler is asked: whatever wakes the planner from here on is not lost.
             self._work.clear()
+            asked_s = self._clock()
             plan = self._scheduler.plan()
             if plan is None:
                 self._slots.put_nowait(None)
                 continue
             self._work.set()  # where one step came from there may be another
-            self._dispatch(plan)
+            self._dispatch(plan, asked_s)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from async_pp.core.fit import Size
 from async_pp.core.gather import Scope
 from async_pp.wire.messages import SampleMode
 
@@ -24,6 +25,7 @@ class Plan:
         scope: the ranks whose answers the settle needs.
         decodes: requests in it that have their prompt behind them.
         prompt_tokens: tokens of the others.
+        size: what the time of a stage depends on.
     """
 
     requests: Sequence[str]
@@ -33,6 +35,23 @@ class Plan:
     scope: Scope
     decodes: int = 0
     prompt_tokens: int = 0
+    size: Size = Size(0, 0)  # noqa: RUF009 - frozen
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a settled step took, in seconds.
+
+    Attributes:
+        stages: busy time of each stage.
+        round_trip_s: time from its dispatch to its answer that neither a stage nor queueing behind another step
+            explains.
+        host_s: time of the loop for planning, dispatching and settling it.
+    """
+
+    stages: tuple[float, ...]
+    round_trip_s: float
+    host_s: float
 
 
 class SchedulerPort(Protocol):
@@ -47,12 +66,19 @@ class SchedulerPort(Protocol):
     def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[Any]:
         """Take the answers of a step, by rank. Returns what the streams shall be told."""
 
+    def timed(self, plan: Plan, times: StepTimes) -> None:
+        """All times of a settled step are known. Once per step in dispatch order, several steps after its settle; not
+        at all for a step whose ranks did not tell theirs."""
+
 
 class LayoutPort(Protocol):
-    """How many ranks there are, and which of them answers with the sampled tokens."""
+    """How many ranks and stages there are, and which rank answers with the sampled tokens."""
 
     @property
     def ranks(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
 
     @property
     def output_rank(self) -> int: ...

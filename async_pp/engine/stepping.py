@@ -3,18 +3,31 @@
 Each answer of a step is a coroutine: it awaits the future of one rank, tells the machine when it comes, and carries out
 the effects. Planner and steps live in one TaskGroup, so the failure of any ends all of them, and nothing
 runs on unseen.
+
+What happens to a step is also told to the accounting of stage time, and what that makes of it to the scheduler: when
+the next answer comes, because a scheduler that raises must end the epoch, and not what reads the ranks' socket.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from async_pp.core.bubble import Bubbles, StageTime
 from async_pp.core.pipeline import Dispatch, Effect, EndEpoch, FreeSlot, Pipeline, Release, Settle, Step
 from async_pp.engine.planner import Planner
-from async_pp.engine.ports import ExecutorPort, Plan, SchedulerPort
+from async_pp.engine.ports import ExecutorPort, Plan, SchedulerPort, StepTimes
 from async_pp.engine.settler import Settler
 from async_pp.errors import first_of
-from async_pp.wire.messages import SampleMode
+from async_pp.wire.messages import SPANS, SampleMode
+
+
+@dataclass(slots=True)
+class _Hosted:
+    """A plan and the time that the loop has spent on it."""
+
+    plan: Plan
+    host_s: float
 
 
 class Stepping:
@@ -25,6 +38,8 @@ class Stepping:
         executor: the started rank set.
         depth: slots.
         emit: takes what a settle has for the streams.
+        clock: seconds on the clock with which the ranks measure their times, time.monotonic() but in simulations. The
+            loop's own may be too coarse (uvloop: milliseconds).
     """
 
     def __init__(
@@ -34,7 +49,9 @@ class Stepping:
         *,
         depth: int,
         emit: Callable[[Sequence[Any]], None],
+        clock: Callable[[], float],
     ) -> None:
+        self._clock = clock
         self._scheduler = scheduler
         self._executor = executor
         self._pipeline = Pipeline(
@@ -43,17 +60,30 @@ class Stepping:
             ranks=executor.layout.ranks,
             output_rank=executor.layout.output_rank,
         )
-        self._planner = Planner(scheduler, depth, self._plan)
+        # Spans lag behind by up to one message's worth of steps. Beyond two no more are coming.
+        self._bubbles = Bubbles(executor.layout.stages, start_s=clock(), most_open=depth + 2 * SPANS)
+        self._hosted: dict[int, _Hosted] = {}  # of the steps in flight
+        self._asked_s = 0.0  # when the scheduler was asked for the plan that is being dispatched
+        self._planner = Planner(scheduler, depth, self._plan, clock)
         self._settler = Settler(scheduler, emit)
         self._tasks: asyncio.TaskGroup | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._settled = asyncio.Event()
-        self._clock = asyncio.get_running_loop().time
 
     def wake(self) -> None:
         """Something may have become plannable."""
+        self._bubbles.enabled(self._clock())
         self._planner.wake()
+
+    def span(self, stage: int, step: int, began_s: float, ended_s: float) -> None:
+        """A stage has told when it had the inputs of a step and when it was done with it."""
+        self._bubbles.span(stage, step, began_s, ended_s)
+
+    def bubbles(self) -> StageTime:
+        """What became of the stage time so far: up to now when no step is in flight and every rank has told its times,
+        else up to the oldest step of which that cannot be said."""
+        return self._bubbles.snapshot(self._clock())
 
     @property
     def oldest_step(self) -> int | None:
@@ -90,8 +120,9 @@ class Stepping:
         effects = self._pipeline.lose(cause, self._clock())
         return next((effect.steps for effect in effects if isinstance(effect, EndEpoch)), ())
 
-    def _plan(self, plan: Plan) -> None:
+    def _plan(self, plan: Plan, asked_s: float) -> None:
         self._idle.clear()
+        self._asked_s = asked_s
         self._apply(
             self._pipeline.plan(
                 plan.requests, plan, pending_tokens=plan.pending_tokens, scope=plan.scope, now_s=self._clock()
@@ -99,7 +130,11 @@ class Stepping:
         )
 
     async def _await(self, step: Step, rank: int, answer: asyncio.Future[Any]) -> None:
-        self._apply(self._pipeline.answer(step.number, rank, await answer, self._clock()))
+        value = await answer
+        now_s = self._clock()
+        self._bubbles.answered(step.number, now_s)
+        self._apply(self._pipeline.answer(step.number, rank, value, now_s))
+        self._tell_times()
 
     def _apply(self, effects: list[Effect]) -> None:
         # A settle has effects of its own, among them the next settle: a queue instead of recursion.
@@ -109,8 +144,7 @@ class Stepping:
                 case Dispatch(step=step, deferred=deferred):
                     self._dispatch(step, deferred)
                 case Settle(step=step):
-                    self._settler.settle(step)
-                    queue += self._pipeline.settled(step.number, self._clock())
+                    queue += self._settle(step)
                 case Release(step=step):
                     self._executor.release(step.number, self._scheduler.bitmask(step.plan))
                 case FreeSlot():
@@ -118,6 +152,20 @@ class Stepping:
                     self._settled.set()
                     if self._pipeline.idle:
                         self._idle.set()
+
+    def _settle(self, step: Step) -> list[Effect]:
+        began_s = self._clock()
+        self._settler.settle(step)
+        now_s = self._clock()
+        self._hosted.pop(step.number).host_s += now_s - began_s
+        self._bubbles.settled(step.number, now_s)
+        return self._pipeline.settled(step.number, now_s)
+
+    def _tell_times(self) -> None:
+        for timed in self._bubbles.take():
+            hosted: _Hosted = timed.tag
+            times = StepTimes(timed.stages, timed.round_trip_s, hosted.host_s)
+            self._scheduler.timed(hosted.plan, times)
 
     def _dispatch(self, step: Step, deferred: bool) -> None:
         assert self._tasks is not None
@@ -128,3 +176,6 @@ class Stepping:
         for rank, answer in futures:  # one coroutine per answer: each is folded the moment it comes
             name = f"async_pp step {step.number} rank {rank}"
             self._tasks.create_task(self._await(step, rank, answer), name=name)
+        now_s = self._clock()
+        hosted = self._hosted[step.number] = _Hosted(plan, now_s - self._asked_s)
+        self._bubbles.dispatched(step.number, len(plan.requests), now_s, hosted)

@@ -8,55 +8,63 @@ A rank that sleeps for a neighbour that is gone is ended by the engine like any 
 """
 
 import os
-from collections.abc import Callable
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
-def announce_handovers(group: Any, folder: Path) -> Callable[[], None]:
-    """Let the two ends of a pipeline group's shared-memory handovers announce and await them. CPU only.
+class Handovers:
+    """The announced handovers of one rank.
 
-    Args:
-        group: vLLM's pipeline group of this rank.
-        folder: a private folder that all ranks share.
-
-    Returns:
-        What closes the pipes.
+    Attributes:
+        arrived_s: when the last wait for the former stage ended, in monotonic seconds.
     """
-    communicator = group.device_communicator
-    if group.world_size == 1 or not group.use_cpu_custom_send_recv:
-        return _nothing
-    send, receive = communicator.send_tensor_dict, communicator.recv_tensor_dict
-    pipes: dict[tuple[int, int], int] = {}
 
-    def pipe(source: int, target: int) -> int:
-        ends = group.ranks[source], group.ranks[target]
-        if ends not in pipes:
-            path = folder / f"handover-{ends[0]}-{ends[1]}"
+    def __init__(self) -> None:
+        self.arrived_s = 0.0
+        self._pipes: dict[tuple[int, int], int] = {}
+
+    def close(self) -> None:
+        """Close the pipes. May be called again."""
+        while self._pipes:
+            os.close(self._pipes.popitem()[1])
+
+    def announce(self, group: Any, folder: Path) -> None:
+        """Let the two ends of a pipeline group's shared-memory handovers announce and await them. CPU only.
+
+        Args:
+            group: vLLM's pipeline group of this rank.
+            folder: a private folder that all ranks share.
+        """
+        communicator = group.device_communicator
+        if group.world_size == 1 or not group.use_cpu_custom_send_recv:
+            return
+        send, receive = communicator.send_tensor_dict, communicator.recv_tensor_dict
+        here, stages = group.rank_in_group, group.world_size
+
+        def pipe(source: int, target: int) -> int:
+            return self._pipe(folder, group.ranks[source], group.ranks[target])
+
+        def announced_send(tensors: Any, dst: int) -> Any:
+            os.write(pipe(here, dst), b"\0")
+            return send(tensors, dst)
+
+        def awaited_receive(src: int) -> Any:
+            os.read(pipe(src, here), 1)
+            self.arrived_s = time.monotonic()
+            return receive(src)
+
+        pipe(here, (here + 1) % stages)  # opened now: the folder's names may be taken away once all ranks are up
+        pipe((here - 1) % stages, here)
+        communicator.send_tensor_dict, communicator.recv_tensor_dict = announced_send, awaited_receive
+
+    def _pipe(self, folder: Path, source: int, target: int) -> int:
+        """The open pipe between two global ranks."""
+        ends = source, target
+        if ends not in self._pipes:
+            path = folder / f"handover-{source}-{target}"
             with suppress(FileExistsError):  # the neighbour was first
                 os.mkfifo(path, 0o600)
-            pipes[ends] = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # both ways: opening waits for nobody
-        return pipes[ends]
-
-    def announced_send(tensors: Any, dst: int) -> Any:
-        os.write(pipe(group.rank_in_group, dst), b"\0")
-        return send(tensors, dst)
-
-    def awaited_receive(src: int) -> Any:
-        os.read(pipe(src, group.rank_in_group), 1)
-        return receive(src)
-
-    def close() -> None:
-        while pipes:
-            os.close(pipes.popitem()[1])
-
-    here, stages = group.rank_in_group, group.world_size
-    pipe(here, (here + 1) % stages)  # opened now: the folder's names may be taken away once all ranks are up
-    pipe((here - 1) % stages, here)
-    communicator.send_tensor_dict, communicator.recv_tensor_dict = announced_send, awaited_receive
-    return close
-
-
-def _nothing() -> None:
-    """No pipe was opened."""
+            self._pipes[ends] = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # both ways: opening waits for nobody
+        return self._pipes[ends]

@@ -22,6 +22,7 @@ from async_pp.ranks.runner import Runner
 from async_pp.wire.frames import NO_PAYLOAD, Envelope
 from async_pp.wire.limits import Limits
 from async_pp.wire.messages import (
+    SPANS,
     Bye,
     Call,
     CallFailed,
@@ -31,6 +32,7 @@ from async_pp.wire.messages import (
     Hello,
     Phase,
     Sample,
+    Spans,
     StepFailed,
     StepReply,
 )
@@ -45,6 +47,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     Attributes:
         rank, ranks: this rank and the number of ranks.
         output_rank: the rank whose answers carry the sampled tokens.
+        ranks_per_stage: ranks that share a stage; the first of them tells the stage's times.
         epoch: the life of the rank set it belongs to.
         endpoint: where the engine listens.
         key: 32 bytes that seal every frame between the two.
@@ -54,6 +57,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     rank: int
     ranks: int
     output_rank: int
+    ranks_per_stage: int
     epoch: int
     endpoint: str
     key: bytes
@@ -75,12 +79,16 @@ class RankLoop:
         channel: the blocking end of the channel.
         runner: what computes.
         is_output: whether this rank answers every step.
+        tells_spans: whether it tells the times of the steps that it does not answer.
     """
 
-    def __init__(self, channel: RankChannel, runner: Runner, *, is_output: bool) -> None:
+    def __init__(self, channel: RankChannel, runner: Runner, *, is_output: bool, tells_spans: bool) -> None:
         self._channel = channel
         self._runner = runner
         self._is_output = is_output
+        self._tells_spans = tells_spans
+        self._spans: list[tuple[int, float, float]] = []
+        self._spans_per_message = 1  # then twice as many each time: the first times are wanted at once
         self._held: deque[Envelope] = deque()
 
     def run(self) -> None:
@@ -105,9 +113,12 @@ class RankLoop:
         try:
             work, grammar = envelope.load()
             answer = self._runner.execute(work)
+            ended_s = time.monotonic()
+            held_s = 0.0
             if message.sample == "later":
                 # The message comes in any case; a step that needed no sampling only takes it off the wire.
                 grammar = self._await_sample(message.step)
+                held_s = time.monotonic() - ended_s
             if answer is None and message.sample != "none":
                 answer = self._runner.sample(grammar)
         except _Closing:
@@ -116,8 +127,21 @@ class RankLoop:
             kind, text = describe(error)
             self._channel.send(StepFailed(step=message.step, kind=kind, text=text))
             return
+        began_s = self._runner.began_s
+        if self._is_output:  # sampling is its stage's work, waiting for the word to sample is not
+            began_s, ended_s = began_s + held_s, time.monotonic()
         if self._is_output or message.reply == "all":
-            self._channel.send(StepReply(step=message.step), answer)
+            self._channel.send(StepReply(step=message.step, began_s=began_s, ended_s=ended_s), answer)
+        elif self._tells_spans:
+            self._spans.append((message.step, began_s, ended_s))
+            if len(self._spans) >= self._spans_per_message:
+                self._tell_spans()
+
+    def _tell_spans(self) -> None:
+        if self._spans:
+            self._channel.send(Spans(spans=self._spans))
+            self._spans = []
+            self._spans_per_message = min(SPANS, 2 * self._spans_per_message)
 
     def _await_sample(self, step: int) -> Any:
         while True:
@@ -131,6 +155,7 @@ class RankLoop:
                     self._held.append(envelope)
 
     def _call(self, call: int, envelope: Envelope) -> None:
+        self._tell_spans()
         try:
             answer = self._runner.call(envelope.load())
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
@@ -167,7 +192,8 @@ def run(bootstrap: bytes) -> None:
         channel.send(Hello(pid=os.getpid()))
         make: Callable[..., Runner] = pkgutil.resolve_name(boot.runner)
         runner = make(boot.rank, boot.ranks, _phases(channel))
-        RankLoop(channel, runner, is_output=boot.rank == boot.output_rank).run()
+        leads_stage = boot.rank % boot.ranks_per_stage == 0
+        RankLoop(channel, runner, is_output=boot.rank == boot.output_rank, tells_spans=leads_stage).run()
     finally:
         channel.close()
 

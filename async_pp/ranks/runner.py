@@ -5,6 +5,7 @@ it never calls it from two threads. `runner_main` of a rank process makes one fr
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 Report = Callable[[str], None]
@@ -12,7 +13,14 @@ Report = Callable[[str], None]
 
 
 class Runner(Protocol):
-    """One rank's computation. Constructed as `Runner(rank, ranks, report)`."""
+    """One rank's computation. Constructed as `Runner(rank, ranks, report)`.
+
+    Attributes:
+        began_s: when the last `execute` had its inputs, in monotonic seconds: waiting for the former stage is not
+            computing.
+    """
+
+    began_s: float
 
     def execute(self, payload: Any) -> Any | None:
         """Run one step. Returns its answer, or None when `sample` must follow for it."""
@@ -25,6 +33,23 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give resources back. Called once, at the end of the rank's life."""
+
+
+def flush(runner: Runner) -> None:
+    """A call that does nothing: before a rank answers any, it tells the times of all steps before."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Work of a step before which steps were left out that would have carried nothing, but that workers count.
+
+    Attributes:
+        steps: how many.
+        work: of this step.
+    """
+
+    steps: int
+    work: Any
 
 
 class OnWorker:

@@ -45,6 +45,7 @@ class SleepingRunner:
 
     Attributes:
         worker: itself, for calls that want a worker.
+        began_s: begin of the last step.
         spans: begin and end of each step on this rank, monotonic seconds.
     """
 
@@ -57,6 +58,7 @@ class SleepingRunner:
         self._upstream: zmq.Socket[bytes] | None = None
         self._downstream: zmq.Socket[bytes] | None = None
         self.worker = self
+        self.began_s = 0.0
         self.spans: list[tuple[float, float]] = []
 
     def start(self, folder: str, stage: StageTime) -> None:
@@ -74,9 +76,9 @@ class SleepingRunner:
         """Wait for the former stage, sleep, pass on. Sampling follows."""
         if self._upstream is not None:
             self._upstream.recv()
-        begin = time.monotonic()
+        self.began_s = time.monotonic()
         time.sleep(self._stage.of(payload.sequences, payload.tokens))
-        self.spans.append((begin, time.monotonic()))
+        self.spans.append((self.began_s, time.monotonic()))
         if self._downstream is not None:
             self._downstream.send(b"")
 

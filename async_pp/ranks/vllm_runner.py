@@ -10,6 +10,7 @@ What is added around the worker, and nothing else:
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from async_pp.ranks.gloo import share_one_loop
-from async_pp.ranks.handover import announce_handovers
-from async_pp.ranks.runner import Report
+from async_pp.ranks.handover import Handovers
+from async_pp.ranks.runner import Report, Skipped
 
 
 class VllmRunner:
@@ -35,6 +36,10 @@ class VllmRunner:
         rank: global rank; one node, so also the local rank.
         ranks: number of ranks.
         report: told when a start-up phase is done ("device", "load").
+
+    Attributes:
+        began_s: as the interface says. Times are those of this process: what a device still does then is not seen. A
+            worker that has an attribute of this name knows better.
     """
 
     worker: WorkerWrapperBase
@@ -45,7 +50,8 @@ class VllmRunner:
         self._report = report
         self._takes_drafts = False
         self._made = False  # the wrapper holds a worker
-        self._close_handovers: Callable[[], None] | None = None
+        self._handovers = Handovers()
+        self.began_s = 0.0
 
     def start(self, vllm_config: VllmConfig, init_method: str, environment: Mapping[str, str]) -> None:
         """Make the worker, initialise its device and process group, load the model.
@@ -73,7 +79,7 @@ class VllmRunner:
         self.worker.init_device()
         if model_parallel_is_initialized():
             folder = Path(init_method.removeprefix("file://")).parent
-            self._close_handovers = announce_handovers(get_pp_group(), folder)
+            self._handovers.announce(get_pp_group(), folder)
         self._report("device")
         self.worker.load_model()
         # A worker class of the user's need have neither process groups nor a model runner.
@@ -90,7 +96,14 @@ class VllmRunner:
 
     def execute(self, payload: Any) -> Any | None:
         """One forward pass; the answer is None when sampling must follow."""
+        if isinstance(payload, Skipped):
+            for _ in range(payload.steps):  # what an empty step does that matters: its place in the ring of tokens
+                self.worker.worker.model_runner.update_pp_decode_requests()
+            payload = payload.work
+        entered_s = time.monotonic()
         output = self.worker.execute_model(payload)
+        own: float | None = getattr(self.worker.worker, "began_s", None)
+        self.began_s = max(entered_s, self._handovers.arrived_s) if own is None else own
         return None if output is None else self._answer(output)
 
     def sample(self, payload: Any) -> Any:
@@ -109,8 +122,7 @@ class VllmRunner:
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         self.worker.shutdown()
-        if self._close_handovers is not None:
-            self._close_handovers()
+        self._handovers.close()
         destroy_model_parallel()
         destroy_distributed_environment()
 

@@ -12,8 +12,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
+from async_pp.core.policy import PolicyName
 from async_pp.errors import ConfigError
 from async_pp.serve.catalogue import Catalogue, Flag
 
@@ -28,6 +29,8 @@ CHANGED_DEFAULTS: dict[str, str | None] = {
 }
 """Flags of vLLM's whose default differs here."""
 
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+
 _TYPES = {"int": int, "float": float}
 _VALUE_OF_DOTTED = "{}"
 
@@ -40,6 +43,13 @@ def add_group(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=False,
         help="Show the informational logs of vLLM and uvicorn too. Errors are always shown.",
+    )
+    group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="balanced",
+        help="Which requests share a step, with more than one stage: balanced keeps all stages busy, fill-first is "
+        "vLLM's behaviour.",
     )
     group.add_argument(
         "--no-uvloop",

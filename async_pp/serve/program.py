@@ -72,7 +72,7 @@ def _with_vllm(argv: Sequence[str], known: Preflight, zygote: Zygote, show: Disp
     args = flags.parse(argv)
     engine_args = application.configure(args, known, model)
     engine = AsyncPPEngine.from_engine_args(
-        engine_args, UsageContext.OPENAI_API_SERVER, zygote=zygote, on_phase=show.phase
+        engine_args, UsageContext.OPENAI_API_SERVER, policy=args.policy, zygote=zygote, on_phase=show.phase
     )
     service = application.make_service(args, engine, known, show)
 

@@ -4,6 +4,7 @@ A message says what is meant; what it carries (a scheduler's plan, a callable, a
 parts of the same frame and is decoded only when somebody asks for it.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,10 @@ SampleMode = Literal["none", "now", "later"]
 
 ReplyScope = Literal["output", "all"]
 """Which ranks answer a step: the output rank alone, or every rank."""
+
+SPANS = 16
+"""Steps whose times a rank that answers none of them tells at once: one by one they would wake the engine's loop for
+every step and stage."""
 
 
 class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):
@@ -53,9 +58,18 @@ class Phase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):
 
 
 class StepReply(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """From a rank: a step's answer. Payload: the answer."""
+    """From a rank: a step's answer, and when it had the step's inputs and was done (monotonic seconds). Payload: the
+    answer."""
 
     step: int
+    began_s: float
+    ended_s: float
+
+
+class Spans(msgspec.Struct, frozen=True, array_like=True, tag="spans"):
+    """From a rank: the same two times of steps that it did not answer, as (step, began_s, ended_s)."""
+
+    spans: Sequence[tuple[int, float, float]]
 
 
 class StepFailed(msgspec.Struct, frozen=True, array_like=True, tag="step-failed"):
@@ -87,5 +101,5 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 ToRank = Execute | Sample | Call | Close
-FromRank = Hello | Phase | StepReply | StepFailed | CallReply | CallFailed | Bye
+FromRank = Hello | Phase | StepReply | Spans | StepFailed | CallReply | CallFailed | Bye
 Message = ToRank | FromRank

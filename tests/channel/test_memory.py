@@ -41,7 +41,7 @@ async def test_freeze_holds_both_directions_and_thaw_lets_them_go_in_order() -> 
     rank = hub.rank_end(0)
     hub.freeze(0)
     for step in range(3):
-        rank.send(StepReply(step=step))
+        rank.send(StepReply(step=step, began_s=0.0, ended_s=0.0))
     hub.send(0, Close())
     await settle()
     assert not heard.steps
@@ -57,8 +57,8 @@ async def test_delay_lets_frames_arrive_late_and_others_pass() -> None:
     hub.delay(0, 2)
     slow, quick = hub.rank_end(0), hub.rank_end(1)
     for step in range(3):
-        slow.send(StepReply(step=step))
-        quick.send(StepReply(step=step))
+        slow.send(StepReply(step=step, began_s=0.0, ended_s=0.0))
+        quick.send(StepReply(step=step, began_s=0.0, ended_s=0.0))
     await settle()
     assert heard.steps == [(1, 0), (1, 1), (0, 0), (1, 2)]
     hub.delay(0, 0)
@@ -70,8 +70,8 @@ async def test_a_corrupt_frame_is_refused_and_so_is_what_follows_it() -> None:
     hub = await heard.channel()
     hub.corrupt(1)
     rank = hub.rank_end(1)
-    rank.send(StepReply(step=0))
-    rank.send(StepReply(step=1))
+    rank.send(StepReply(step=0, began_s=0.0, ended_s=0.0))
+    rank.send(StepReply(step=1, began_s=0.0, ended_s=0.0))
     await settle()
     assert not heard.steps
     assert [rank for rank, _ in heard.rejected] == [1, 1], "a sequence with a hole is not continued"
@@ -82,7 +82,7 @@ async def test_a_dead_rank_says_and_hears_nothing() -> None:
     heard = Heard()
     hub = await heard.channel()
     rank = hub.rank_end(2)
-    rank.send(StepReply(step=0))
+    rank.send(StepReply(step=0, began_s=0.0, ended_s=0.0))
     hub.die(2)
     await settle()
     assert not heard.steps

@@ -27,7 +27,7 @@ def frame_of(rank: int, epoch: int = 0, key: bytes | None = None) -> list[bytes]
         rank=rank,
         limits=Limits(),
     )
-    return flat(sealer.seal(StepReply(step=1), {"tokens": [1, 2, 3]}))
+    return flat(sealer.seal(StepReply(step=1, began_s=0.0, ended_s=0.0), {"tokens": [1, 2, 3]}))
 
 
 @pytest.fixture

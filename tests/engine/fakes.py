@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_pp.core.gather import Scope
-from async_pp.engine.ports import Plan
+from async_pp.engine.ports import Plan, StepTimes
 
 
 @dataclass
@@ -18,6 +18,7 @@ class FakeScheduler:
     settled: list[tuple[Any, dict[int, Any]]] = field(default_factory=list)
     masks: list[Any] = field(default_factory=list)
     error: Exception | None = None
+    times: list[tuple[Any, StepTimes]] = field(default_factory=list)
 
     def plan(self) -> Plan | None:
         self.asked += 1
@@ -33,11 +34,18 @@ class FakeScheduler:
         self.settled.append((plan.work, dict(answers)))
         return [f"output of {plan.work}"]
 
+    def timed(self, plan: Plan, times: StepTimes) -> None:
+        self.times.append((plan.work, times))
+
 
 @dataclass
 class FakeLayout:
     ranks: int
     output_rank: int
+
+    @property
+    def stages(self) -> int:
+        return self.ranks
 
 
 class FakeExecutor:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from operator import attrgetter, methodcaller
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 
 from async_pp.core.gather import Scope
-from async_pp.engine.executor import RankExecutor, RankLayout
+from async_pp.engine.executor import OnSpan, RankExecutor, RankLayout, ignore_span
 from async_pp.engine.stepping import Stepping
 from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, StartupError
 from async_pp.ranks.environment import rank_environment
-from async_pp.ranks.runner import OnWorker
+from async_pp.ranks.runner import OnWorker, flush
 from async_pp.ranks.sleeping_runner import Load, StageTime
 from async_pp.ranks.spawn import Zygote
 from tests.engine.fakes import FakeScheduler, a_plan
@@ -26,15 +27,22 @@ RUNNER = "async_pp.ranks.sleeping_runner:SleepingRunner"
 class Set:
     """A rank set and what it told."""
 
-    def __init__(self, zygote: Zygote, ranks: int = 2, runner: str = RUNNER) -> None:
+    def __init__(self, zygote: Zygote, ranks: int = 2, runner: str = RUNNER, ranks_per_stage: int = 1) -> None:
         self.lost: list[EngineFailed] = []
         self.phases: list[tuple[str, int | None]] = []
+        self.on_span: OnSpan = ignore_span
         self.executor = RankExecutor(
-            RankLayout(output_rank=ranks - 1, cpus=[None] * ranks, runner=runner),
+            RankLayout(
+                output_rank=ranks - ranks_per_stage,
+                cpus=[None] * ranks,
+                runner=runner,
+                ranks_per_stage=ranks_per_stage,
+            ),
             zygote,
             epoch=0,
             on_phase=lambda name, rank, seconds: self.phases.append((name, rank)),
             on_lost=self.lost.append,
+            on_span=lambda *span: self.on_span(*span),
         )
 
     async def start(self, stage: StageTime = StageTime()) -> RankExecutor:  # noqa: B008 - frozen
@@ -113,15 +121,39 @@ async def test_steps_overlap_in_the_pipeline(zygote: Zygote) -> None:
         if len(outputs) == 6:
             done.set()
 
-    steps = Stepping(scheduler, executor, depth=2, emit=emit)
+    steps = Stepping(scheduler, executor, depth=2, emit=emit, clock=time.monotonic)
+    made.on_span = steps.span
+    began = steps.bubbles()
     task = asyncio.create_task(steps.run())
     steps.wake()
     await done.wait()
     task.cancel()
     await asyncio.wait([task])
     first, last = await executor.call(OnWorker(attrgetter("spans")))
+    told = steps.bubbles().since(began)
+    for stage, spans in zip(told.stages, (first, last), strict=True):
+        sampled = 6 * 0.01  # sampling is part of the output stage's time
+        assert stage.busy == pytest.approx(sum(end - begin for begin, end in spans), abs=sampled)
+        assert stage.fill_drain > 0
+    assert sum(told.shares().values()) == pytest.approx(1)
     overlaps = sum(first[step + 1][0] < last[step][1] for step in range(5))
     assert overlaps >= 4, "stage 0 begins a step before stage 1 has ended the former"
+    await executor.close()
+
+
+async def test_only_the_first_rank_of_a_stage_tells_times_and_a_call_brings_all_of_them(zygote: Zygote) -> None:
+    made = Set(zygote, ranks=4, ranks_per_stage=2)
+    executor = await made.start()
+    assert executor.layout.stages == 2
+    told: list[tuple[int, int]] = []
+    made.on_span = lambda stage, step, began_s, ended_s: told.append((stage, step))
+    for step in range(3):
+        scope = Scope.OUTPUT if step < 2 else Scope.ALL
+        for _, future in executor.execute(step, Load(1, 1), grammar=None, sample="now", scope=scope):
+            await future
+    assert [span for span in told if span[0] == 1] == [(1, 0), (1, 1), (1, 2)], "with the answers"
+    await executor.call(flush)
+    assert sorted(told) == [(stage, step) for stage in range(2) for step in range(3)]
     await executor.close()
 
 

@@ -1,12 +1,18 @@
 """The planner: one plan per slot, none without work, no wake-up lost, no token lost."""
 
 import asyncio
+import time
+from collections.abc import Callable
 
 import pytest
 
 from async_pp.engine.planner import Planner
 from async_pp.engine.ports import Plan
 from tests.engine.fakes import FakeScheduler, a_plan, turns
+
+
+def noted(plans: list[Plan]) -> Callable[[Plan, float], None]:
+    return lambda plan, asked_s: plans.append(plan)
 
 
 async def _stop(task: "asyncio.Task[None]") -> None:
@@ -18,7 +24,7 @@ async def _stop(task: "asyncio.Task[None]") -> None:
 async def test_plans_until_the_slots_are_taken_and_again_when_one_is_free() -> None:
     scheduler = FakeScheduler([a_plan(name) for name in "abcde"])
     dispatched: list[Plan] = []
-    planner = Planner(scheduler, 2, dispatched.append)
+    planner = Planner(scheduler, 2, noted(dispatched), time.monotonic)
     task = asyncio.create_task(planner.run())
     await turns()
     assert not dispatched, "nothing woke it"
@@ -33,13 +39,13 @@ async def test_plans_until_the_slots_are_taken_and_again_when_one_is_free() -> N
 
 async def test_an_empty_plan_gives_its_slot_back_and_is_not_asked_for_again_without_a_reason() -> None:
     scheduler = FakeScheduler()
-    planner = Planner(scheduler, 1, lambda plan: None)
+    planner = Planner(scheduler, 1, noted([]), time.monotonic)
     task = asyncio.create_task(planner.run())
     planner.wake()
     await turns(50)
     assert scheduler.asked == 1
     dispatched: list[Plan] = []
-    planner._dispatch = dispatched.append
+    planner._dispatch = noted(dispatched)
     scheduler.todo = [a_plan("late")]
     planner.wake()
     await turns()
@@ -49,7 +55,7 @@ async def test_an_empty_plan_gives_its_slot_back_and_is_not_asked_for_again_with
 
 async def test_a_wake_during_the_plan_is_not_lost() -> None:
     scheduler = FakeScheduler()
-    planner = Planner(scheduler, 1, lambda plan: None)
+    planner = Planner(scheduler, 1, noted([]), time.monotonic)
     asked = scheduler.plan
 
     def plan() -> Plan | None:
@@ -69,7 +75,7 @@ async def test_a_wake_during_the_plan_is_not_lost() -> None:
 async def test_cancelled_at_either_await_every_token_is_accounted_for(where: str) -> None:
     scheduler = FakeScheduler([a_plan("a"), a_plan("b"), a_plan("c")])
     dispatched: list[Plan] = []
-    planner = Planner(scheduler, 2, dispatched.append)
+    planner = Planner(scheduler, 2, noted(dispatched), time.monotonic)
     task = asyncio.create_task(planner.run())
     if where == "slot":
         planner.wake()

@@ -1,24 +1,27 @@
 """Stepping: steps overlap, settle in order, defer their sampling when they must, and end together."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from async_pp.core.gather import Scope
+from async_pp.engine.ports import Plan, StepTimes
 from async_pp.engine.stepping import Stepping
 from async_pp.errors import RankLost
+from async_pp.wire.messages import SPANS
 from tests.engine.fakes import FakeExecutor, FakeScheduler, a_plan, turns
 
 
 @asynccontextmanager
 async def stepping(
-    scheduler: FakeScheduler, executor: FakeExecutor, depth: int = 2
+    scheduler: FakeScheduler, executor: FakeExecutor, depth: int = 2, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[tuple[Stepping, list[Any], "asyncio.Task[None]"]]:
     told: list[Any] = []
-    steps = Stepping(scheduler, executor, depth=depth, emit=told.extend)  # type: ignore[arg-type]
+    steps = Stepping(scheduler, executor, depth=depth, emit=told.extend, clock=clock)  # type: ignore[arg-type]
     task = asyncio.create_task(steps.run())
     steps.wake()
     await turns()
@@ -118,3 +121,72 @@ async def test_never_more_steps_in_flight_than_slots(depth: int) -> None:
             executor.futures[number, 1].set_result(number)
             await turns()
         assert len(told) == 20
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class BusyScheduler(FakeScheduler):
+    """Takes 1 s to plan and 2 s to settle, by a clock of the test's."""
+
+    clock = Clock()
+
+    def plan(self) -> Plan | None:
+        plan = super().plan()
+        self.clock.now_s += 1.0 if plan else 0.0
+        return plan
+
+    def settle(self, *how: Any) -> Any:
+        self.clock.now_s += 2.0
+        return super().settle(*how)
+
+
+async def test_times_of_a_settled_step_reach_the_scheduler_once_every_stage_has_told_its_own() -> None:
+    scheduler, executor, clock = BusyScheduler([a_plan("a"), a_plan("b")]), FakeExecutor(), Clock()
+    scheduler.clock = clock
+    async with stepping(scheduler, executor, depth=1, clock=clock) as (steps, _, _task):
+        for step in range(2):  # dispatched at 1 and 9: two seconds in each stage, half a second to and fro
+            begin = clock.now_s
+            steps.span(1, step, begin + 2.5, begin + 4.5)
+            clock.now_s += 5
+            executor.futures[step, 1].set_result(step)
+            await turns()
+            if not step:
+                steps.span(0, step, begin + 0.5, begin + 2.5)
+                assert not scheduler.times, "not in the callback of the socket"
+        assert scheduler.times == [("a", StepTimes(stages=(2, 2), round_trip_s=1, host_s=3))]
+        assert steps.bubbles().stages[0].busy == 2
+        steps.span(0, 1, 9.5, 11.5)
+        shares = steps.bubbles().shares()
+    assert clock.now_s == 16
+    seconds = {cause: share * 16 for cause, share in shares.items()}
+    assert seconds == pytest.approx(
+        {
+            "busy": 4,
+            "no_work": 2,
+            "fill_drain": 2,
+            "host": 6,
+            "round_trip": 2,
+            "stage_imbalance": 0,
+            "cohort_imbalance": 0,
+        }
+    )
+
+
+async def test_ranks_that_tell_no_times_leave_nothing_behind() -> None:
+    scheduler, executor = FakeScheduler([a_plan(str(n)) for n in range(100)]), FakeExecutor()
+    async with stepping(scheduler, executor) as (steps, told, _):
+        for number in range(100):
+            executor.futures[number, 1].set_result(number)
+            await turns()
+            assert steps._bubbles.open <= 2 + 2 * SPANS + 2, "and those that are in flight"
+        assert len(told) == 100
+        assert not steps._hosted
+        assert not scheduler.times

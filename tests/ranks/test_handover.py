@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_pp.ranks.handover import announce_handovers
+from async_pp.ranks.handover import Handovers
 
 
 @dataclass
@@ -38,10 +39,16 @@ def group(rank: int, world: int = 2, custom: bool = True, ranks: tuple[int, ...]
     )
 
 
+def announced(group: Any, folder: Path) -> Handovers:
+    handovers = Handovers()
+    handovers.announce(group, folder)
+    return handovers
+
+
 def test_a_receive_waits_until_the_neighbour_announces(tmp_path: Path) -> None:
     first, second = group(0), group(1)
     second.device_communicator.box = first.device_communicator.box  # the shared memory
-    close = [announce_handovers(end, tmp_path) for end in (second, first)]
+    ends = [announced(end, tmp_path) for end in (second, first)]
     got: list[Any] = []
     received = threading.Event()
 
@@ -55,25 +62,27 @@ def test_a_receive_waits_until_the_neighbour_announces(tmp_path: Path) -> None:
     receiver = threading.Thread(target=receive)
     receiver.start()
     assert not received.wait(0.05), "it sleeps: nothing was announced"
+    announced_s = time.monotonic()
     for step in range(100):
         first.device_communicator.send_tensor_dict(step, 1)
     receiver.join()
     assert len(got) == 100
     assert second.device_communicator.too_early == 0
-    for end in close:
-        end()
+    assert announced_s <= ends[0].arrived_s <= time.monotonic()
+    for end in ends:
+        end.close()
 
 
 def test_pipes_are_named_after_global_ranks_and_private(tmp_path: Path) -> None:
     middle = group(1, world=3)
-    close = announce_handovers(middle, tmp_path)
+    handovers = announced(middle, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"handover-4-5", "handover-5-6"}
     middle.device_communicator.send_tensor_dict("x", 2)
     path = tmp_path / "handover-5-6"
     assert path.is_fifo()
     assert path.stat().st_mode & 0o777 == 0o600
     before = len(os.listdir("/proc/self/fd"))
-    close()
+    handovers.close()
     assert len(os.listdir("/proc/self/fd")) == before - 2
 
 
@@ -81,7 +90,7 @@ def test_pipes_are_named_after_global_ranks_and_private(tmp_path: Path) -> None:
     "untouched", [group(0, world=1), group(0, custom=False)], ids=["one stage", "no shared memory"]
 )
 def test_other_groups_are_left_alone(tmp_path: Path, untouched: Any) -> None:
-    close = announce_handovers(untouched, tmp_path)
+    handovers = announced(untouched, tmp_path)
     assert untouched.device_communicator.send_tensor_dict.__func__ is Communicator.send_tensor_dict
-    close()
+    handovers.close()
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from operator import methodcaller
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 
 from async_pp.channel.memory import MemoryEngineChannel
 from async_pp.ranks.main import MAX_TEXT, RankLoop, describe
-from async_pp.ranks.runner import OnWorker
+from async_pp.ranks.runner import OnWorker, flush
 from async_pp.wire.frames import NO_PAYLOAD, Envelope
 from async_pp.wire.limits import Limits
 from async_pp.wire.messages import (
+    SPANS,
     Bye,
     Call,
     CallFailed,
@@ -22,6 +24,7 @@ from async_pp.wire.messages import (
     Execute,
     Message,
     Sample,
+    Spans,
     StepFailed,
     StepReply,
 )
@@ -33,9 +36,13 @@ class Recorder:
     def __init__(self) -> None:
         self.notes: list[Any] = []
         self.worker = self
+        self.began_s = 0.0
+        self.executed = threading.Event()
 
     def execute(self, payload: Any) -> Any:
         self.notes.append(("execute", payload))
+        self.began_s = time.monotonic()
+        self.executed.set()
         if isinstance(payload, Exception):
             raise payload
         return payload.get("answer")
@@ -57,7 +64,7 @@ class Recorder:
 class Rank:
     """A rank loop on a thread; what it says arrives in `inbox`."""
 
-    def __init__(self, *, is_output: bool = True) -> None:
+    def __init__(self, *, is_output: bool = True, tells_spans: bool = True) -> None:
         self.inbox: asyncio.Queue[Envelope] = asyncio.Queue()
         self.engine = MemoryEngineChannel(
             {0: bytes(32)},
@@ -67,7 +74,7 @@ class Rank:
             on_reject=lambda rank, error: pytest.fail(str(error)),
         )
         self.runner = Recorder()
-        self.loop = RankLoop(self.engine.rank_end(0), self.runner, is_output=is_output)
+        self.loop = RankLoop(self.engine.rank_end(0), self.runner, is_output=is_output, tells_spans=tells_spans)
         self.thread = threading.Thread(target=self.loop.run)
 
     async def start(self) -> "Rank":
@@ -90,14 +97,19 @@ class Rank:
         return self.runner.notes
 
 
+def step_of(envelope: Envelope) -> int:
+    assert isinstance(envelope.message, StepReply)
+    return envelope.message.step
+
+
 async def test_sampling_follows_at_once_when_it_is_not_deferred() -> None:
     rank = await Rank().start()
     rank.send(Execute(step=1, sample="now", reply="output"), ({}, "mask"))
     answer = await rank.next()
-    assert (answer.message, answer.load()) == (StepReply(step=1), "sampled under mask")
+    assert (step_of(answer), answer.load()) == (1, "sampled under mask")
     rank.send(Execute(step=2, sample="none", reply="output"), ({"answer": "pooled"}, None))
     answer = await rank.next()
-    assert (answer.message, answer.load()) == (StepReply(step=2), "pooled")
+    assert (step_of(answer), answer.load()) == (2, "pooled")
     assert await rank.end() == [("execute", {}), ("sample", "mask"), ("execute", {"answer": "pooled"}), "close"]
 
 
@@ -108,11 +120,11 @@ async def test_while_a_step_waits_for_its_sampling_later_messages_are_held_in_or
     rank.send(Call(call=9), OnWorker(methodcaller("double", 21)))
     rank.send(Sample(step=1), "first")
     said = [await rank.next() for _ in range(3)]
-    assert [(one.message, one.load()) for one in said] == [
-        (StepReply(step=1), "sampled under first"),
-        (StepReply(step=2), "sampled under second"),
-        (CallReply(call=9), 42),
+    assert [(step_of(one), one.load()) for one in said[:2]] == [
+        (1, "sampled under first"),
+        (2, "sampled under second"),
     ]
+    assert (said[2].message, said[2].load()) == (CallReply(call=9), 42)
     await rank.end()
 
 
@@ -127,8 +139,45 @@ async def test_a_rank_that_is_not_the_output_rank_answers_only_when_all_are_aske
     rank = await Rank(is_output=False).start()
     rank.send(Execute(step=1, sample="now", reply=reply), ({}, None))
     rank.send(Call(call=1), OnWorker(methodcaller("double", 1)))
-    first = (await rank.next()).message
-    assert first == (StepReply(step=1) if answers else CallReply(call=1))
+    first = await rank.next()
+    if answers:
+        assert step_of(first) == 1
+    else:
+        assert isinstance(first.message, Spans)
+    assert (await rank.next()).message == CallReply(call=1)
+    await rank.end()
+
+
+async def test_times_of_a_step_are_those_of_forward_pass_and_sampling_without_the_wait_for_its_word() -> None:
+    rank = await Rank().start()
+    before = time.monotonic()
+    rank.send(Execute(step=1, sample="later", reply="output"), ({}, None))
+    await asyncio.to_thread(rank.runner.executed.wait, 10)
+    rank.send(Sample(step=1), "mask")
+    reply = (await rank.next()).message
+    assert isinstance(reply, StepReply)
+    assert before <= rank.runner.began_s < reply.began_s <= reply.ended_s <= time.monotonic()
+    await rank.end()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_times_of_steps_without_an_answer_are_told_many_at_once_and_before_a_calls_answer(tells: bool) -> None:
+    rank = await Rank(is_output=False, tells_spans=tells).start()
+    began = time.monotonic()
+    for step in range(SPANS + 1):
+        rank.send(Execute(step=step, sample="now", reply="output"), ({}, None))
+    for call in range(2):
+        rank.send(Call(call=call), flush)
+    if tells:
+        spans = [(await rank.next()).message for _ in range(2)]
+        assert [[step for step, *_ in told.spans] for told in spans if isinstance(told, Spans)] == [
+            list(range(SPANS)),
+            [SPANS],
+        ]
+        times = [time for told in spans if isinstance(told, Spans) for _, *pair in told.spans for time in pair]
+        assert times == sorted(times)
+        assert times[0] >= began
+    assert [(await rank.next()).message for _ in range(2)] == [CallReply(call=0), CallReply(call=1)]
     await rank.end()
 
 

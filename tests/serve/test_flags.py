@@ -51,6 +51,7 @@ def test_only_what_was_given_is_in_the_result(known):
     [
         (["--tensor-paralel-size", "2"], "did you mean --tensor-parallel-size"),
         (["--zzzzzz"], "unknown flag --zzzzzz"),
+        (["--policy", "fifo"], "fill-first"),
         (["a", "b"], "unexpected argument 'b'"),
         (["--port"], "expected one argument"),
         (["--port", "http"], "invalid int value"),
@@ -128,7 +129,7 @@ for flag in catalogue.load().flags():
 plain = real([])
 out = {
     "rejected": rejected,
-    "none": [plain["model"], plain["host"], plain["uvicorn_log_level"], plain["uvloop"], plain["verbose"]],
+    "none": [plain["model"], plain["host"], plain["uvicorn_log_level"], plain["uvloop"], plain["verbose"], plain["policy"]],
     "named": real(["mine"])["model"],
     "flag": real(["--model", "mine"])["model"],
     "verbose": real(["--verbose"])["uvicorn_log_level"],
@@ -153,7 +154,7 @@ def test_the_real_parser_accepts_every_flag_and_never_exits():
         "-dpm",
     }
     assert [pair for pair in out["rejected"] if pair[0] not in companions] == []
-    assert out["none"] == [None, "127.0.0.1", "warning", True, False]
+    assert out["none"] == [None, "127.0.0.1", "warning", True, False, "balanced"]
     assert out["named"] == out["flag"] == "mine"
     assert out["verbose"] == "info"
     assert out["both"] == "error"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from async_pp.errors import ConfigError, StartupError
+from async_pp.errors import ConfigError, EngineClosed, StartupError
 from tests.vllm.adapters import NAMES
 from tests.vllm.cases import CHOICE, JSON_SCHEMA, PERSON, text
 from tests.vllm.drive import lora_request
@@ -65,6 +65,20 @@ async def test_utilities_run_between_steps(tmp_path: Path) -> None:
         with pytest.raises(Exception, match=r"[Pp]rofil"):
             await running.start_profile()
         assert await tokens(running, "after a refused profile") == plain
+
+
+async def test_stage_time_is_accounted_for() -> None:
+    async with engine(pipeline_parallel_size=2) as running:
+        await tokens(running, "first")
+        before = await running.bubbles()
+        await tokens(running, "measured", 40)
+        told = (await running.bubbles()).since(before)
+        assert all(stage.busy > 0 and stage.no_work > 0 and stage.host > 0 for stage in told.stages)
+        assert told.shares()["busy"] <= 0.5, "one request, two stages"
+        assert sum(told.shares().values()) == pytest.approx(1)
+        assert len({round(sum(stage), 6) for stage in told.stages}) == 1, "every stage accounts for the same time"
+    with pytest.raises(EngineClosed):
+        await running.bubbles()
 
 
 async def test_pause_keeps_and_sleep_wakes() -> None:

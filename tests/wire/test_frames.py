@@ -28,6 +28,7 @@ from async_pp.wire.messages import (
     Message,
     Phase,
     Sample,
+    Spans,
     StepFailed,
     StepReply,
 )
@@ -38,7 +39,8 @@ TO_RANK: list[Message] = [Execute(step=7, sample="later", reply="all"), Sample(s
 FROM_RANK: list[Message] = [
     Hello(pid=4711),
     Phase(name="load", seconds=1.5),
-    StepReply(step=7),
+    StepReply(step=7, began_s=1.25, ended_s=2.5),
+    Spans(spans=[(7, 1.25, 2.5), (8, 2.5, 1e9)]),
     StepFailed(step=7, kind="KeyError", text="Traceback"),
     CallReply(call=3),
     CallFailed(call=3, kind="ValueError", text=""),

@@ -4,7 +4,7 @@ What a real rank set would compute is known beforehand, so a step costs one calc
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,29 +13,32 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from async_pp.bench.simulate.stages import Oracle, StageCost, StepLoad
 from async_pp.core.gather import Scope
+from async_pp.engine.executor import OnSpan
 from async_pp.wire.messages import SampleMode
 
 TOKEN = 7
 """The token that every request samples: which one it is changes nothing."""
 
-OnSpan = Callable[[int, int, float, float], None]
-"""Told when a stage has computed a step: stage, step, begin and end in virtual seconds."""
-
 
 @dataclass(frozen=True)
 class SimulatedLayout:
-    """As many ranks as stages.
+    """One rank for each stage.
 
     Attributes:
-        ranks: number of them.
+        stages: number of them.
     """
 
-    ranks: int
+    stages: int
+
+    @property
+    def ranks(self) -> int:
+        """As many."""
+        return self.stages
 
     @property
     def output_rank(self) -> int:
         """The last."""
-        return self.ranks - 1
+        return self.stages - 1
 
 
 class SimulatedRanks:

@@ -41,6 +41,7 @@ class Row:
         itl_ms_p50, itl_ms_p99: between two tokens of a request.
         steps, empty_steps: that the ranks were sent; those without a token.
         virtual_s: from the start to the last token.
+        bubble: shares of the stages' time by cause, in the same time as `stage_use` (see `core.bubble`).
         host: what it took here.
     """
 
@@ -59,6 +60,7 @@ class Row:
     steps: int
     empty_steps: int
     virtual_s: float
+    bubble: dict[str, float]
     host: Host
 
 

@@ -12,6 +12,7 @@ from async_pp.bench.settings import check_json
 from async_pp.bench.simulate import requests
 from async_pp.bench.simulate.requests import Arrival, Lengths
 from async_pp.bench.simulate.stages import StageCost
+from async_pp.core.policy import PolicyName
 from async_pp.errors import ConfigError
 
 SEQUENCES_PER_STAGE = 8
@@ -117,7 +118,7 @@ class Settings:
     slow: dict[int, float]
     hop_s: float
     host_s: float
-    policy: str
+    policy: PolicyName
     saturated: bool
     arrivals: tuple[Arrival, ...]
     max_num_seqs: int | None

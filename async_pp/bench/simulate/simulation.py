@@ -22,8 +22,9 @@ from async_pp.bench.simulate.core import Limits, engine_core
 from async_pp.bench.simulate.ranks import TOKEN, SimulatedRanks
 from async_pp.bench.simulate.report import Host, Row, percentile
 from async_pp.bench.simulate.settings import Settings
-from async_pp.core.policy import Balanced
-from async_pp.engine.ports import Plan
+from async_pp.core.bubble import StageTime
+from async_pp.core.policy import Balanced, FillFirst, Policy, PolicyName
+from async_pp.engine.ports import Plan, StepTimes
 from async_pp.engine.stepping import Stepping
 from async_pp.engine.vllm_seam.scheduler import VllmScheduler
 
@@ -55,20 +56,20 @@ def _simulate(chosen: Settings, pp: int, tell: Tell) -> Row:
     return simulation.row(time.monotonic() - began)
 
 
-def policy(name: str, stages: int) -> Balanced | None:
-    """The micro-batch policy by its name on the command line."""
-    return Balanced(stages) if name == "balanced" and stages > 1 else None
+def policy(name: PolicyName, stages: int) -> Policy:
+    """The micro-batch policy by its name, for stages that share no device."""
+    return Balanced(stages, ahead=True) if name == "balanced" and stages > 1 else FillFirst()
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """What had happened up to a moment of virtual time: seconds, output tokens, stage time used, steps, sequences."""
+    """What had happened up to a moment of virtual time: seconds, output tokens, steps, sequences, use of the stages."""
 
     at_s: float
     tokens: int
-    busy_s: float
     steps: int
     sequences: int
+    stages: StageTime
 
 
 class _Simulation:
@@ -78,9 +79,10 @@ class _Simulation:
         self._core = core
         self._costs = chosen.costs(pp)
         self._sequences = min(chosen.limits(pp)["max_num_seqs"], len(chosen.arrivals))
-        self._busy_s = [0.0] * pp
         self._scheduler: _Metered | None = None
         self._ranks: SimulatedRanks | None = None
+        self._stepping: Stepping | None = None
+        self._depth = pp
         self.clients = _Clients(chosen.arrivals, self._sequences if chosen.saturated else None, self._now, tell)
 
     async def run(self) -> None:
@@ -88,7 +90,7 @@ class _Simulation:
         loop = asyncio.get_running_loop()
         chosen, clients = self._chosen, self.clients
         ranks = self._ranks = SimulatedRanks(
-            self._costs, hop_s=chosen.hop_s, host_s=chosen.host_s, on_span=self._stage_computed
+            self._costs, hop_s=chosen.hop_s, host_s=chosen.host_s, on_span=lambda *span: stepping.span(*span)
         )
         scheduler = VllmScheduler(
             self._core,
@@ -98,8 +100,8 @@ class _Simulation:
             clock=loop.time,
         )
         metered = self._scheduler = _Metered(scheduler)
-        depth = self._core.vllm_config.max_concurrent_batches
-        stepping = Stepping(metered, ranks, depth=depth, emit=clients.take)
+        self._depth = scheduler.depth
+        stepping = self._stepping = Stepping(metered, ranks, depth=self._depth, emit=clients.take, clock=loop.time)
 
         def admit(request: EngineCoreRequest) -> None:
             scheduler.add(request)
@@ -113,25 +115,22 @@ class _Simulation:
                 await clients.run(admit)
                 steps.cancel()
 
-    def _stage_computed(self, stage: int, step: int, began_s: float, ended_s: float) -> None:
-        """The one place where the times of simulated stages arrive, in the form in which real ranks report them."""
-        self._busy_s[stage] += ended_s - began_s
-
     def _now(self) -> _Moment:
-        assert self._ranks is not None
+        assert self._ranks is not None and self._stepping is not None
         return _Moment(
             asyncio.get_running_loop().time(),
             self.clients.tokens,
-            sum(self._busy_s),
             self._ranks.steps,
             self._ranks.sequences,
+            self._stepping.bubbles(),
         )
 
     def row(self, real_s: float) -> Row:
         """The figures, once it has run."""
         assert self._scheduler is not None and self._ranks is not None
         chosen, clients = self._chosen, self.clients
-        first, last = clients.first, clients.last
+        first, last = clients.measured()
+        bubble = last.stages.since(first.stages).shares()
         passed_s = last.at_s - first.at_s
         tokens_per_s = (last.tokens - first.tokens) / passed_s
         limit = stages.limit(
@@ -140,6 +139,7 @@ class _Simulation:
             self._sequences,
             hop_s=chosen.hop_s,
             host_s=chosen.host_s,
+            most=self._depth,
         )
         return Row(
             pp=self._pp,
@@ -148,7 +148,7 @@ class _Simulation:
             tokens_per_s=tokens_per_s,
             limit_tokens_per_s=limit,
             ratio=tokens_per_s / limit,
-            stage_use=(last.busy_s - first.busy_s) / (self._pp * passed_s),
+            stage_use=bubble["busy"],
             sequences_per_step=(last.sequences - first.sequences) / (last.steps - first.steps),
             ttft_ms_p50=percentile(clients.ttft_ms, 50),
             ttft_ms_p99=percentile(clients.ttft_ms, 99),
@@ -157,6 +157,7 @@ class _Simulation:
             steps=self._ranks.steps,
             empty_steps=self._ranks.empty_steps,
             virtual_s=clients.ended.at_s,
+            bubble=bubble,
             host=Host(
                 real_s=real_s,
                 plan_settle_ms_p50=percentile(self._scheduler.ours_ms, 50),
@@ -173,12 +174,6 @@ class _Clients:
         kept: keep so many requests open as long as there are any, whenever they arrive; None: as they arrive.
         now: what has happened so far.
         tell: told about the progress.
-
-    Attributes:
-        first, last: the moments between which throughput is measured. As requests arrive: begin and end. With a number
-            of open requests: when as many have ended (before, they went in step, as they began), until the last has
-            been sent (from then on they are fewer); begin and end as well if there is no such time.
-        ended: the end.
     """
 
     def __init__(
@@ -187,7 +182,6 @@ class _Clients:
         self.tokens = 0
         self.ttft_ms = array("d")
         self.itl_ms = array("d")
-        self.first = self.last = self.ended = _Moment(0.0, 0, 0.0, 0, 0)
         self._arrivals = arrivals
         self._kept = kept
         self._now = now
@@ -197,6 +191,7 @@ class _Clients:
         self._ended = 0
         self._came_s: dict[str, tuple[float, bool]] = {}  # of each open request: when it or its last token came
         self._done = asyncio.Event()
+        self._moments: dict[str, _Moment] = {}
         self._admit: Callable[[EngineCoreRequest], None] = lambda _request: None
 
     @property
@@ -207,6 +202,7 @@ class _Clients:
     async def run(self, admit: Callable[[EngineCoreRequest], None]) -> None:
         """Send all requests and wait until each is answered."""
         self._admit = admit
+        self._moments["begin"] = self._now()
         loop = asyncio.get_running_loop()
         if self._kept is not None:
             for _ in range(self._kept):
@@ -217,9 +213,25 @@ class _Clients:
                     await asyncio.sleep(arrival.arrival_s - loop.time())
                 self._send()
         await self._done.wait()
-        self.ended = self._now()
-        if self._kept is None or self.last.at_s <= self.first.at_s or self.first.tokens == 0:
-            self.first, self.last = _Moment(0.0, 0, 0.0, 0, 0), self.ended
+        self._moments["end"] = self._now()
+
+    @property
+    def ended(self) -> _Moment:
+        """The end."""
+        return self._moments["end"]
+
+    def measured(self) -> tuple[_Moment, _Moment]:
+        """The moments between which throughput is measured.
+
+        As requests arrive: begin and end. With a number of open requests: when as many have ended (those that began
+        together went in step), and when the last was sent (from then on fewer are open); begin and end as well if that
+        is no time.
+        """
+        moments = self._moments
+        first, last = moments.get("a generation has ended"), moments.get("all are sent")
+        if first is not None and last is not None and first.at_s < last.at_s:
+            return first, last
+        return moments["begin"], moments["end"]
 
     def take(self, outputs: Sequence[EngineCoreOutputs]) -> None:
         """Tokens have come."""
@@ -239,8 +251,8 @@ class _Clients:
         self._sent += 1
         now_s = asyncio.get_running_loop().time()
         self._came_s[number] = (now_s, True)
-        if self._sent == len(self._arrivals):
-            self.last = self._now()
+        if self._kept is not None and self._sent == len(self._arrivals):
+            self._moments["all are sent"] = self._now()
         self._admit(
             EngineCoreRequest(
                 request_id=number,
@@ -259,7 +271,7 @@ class _Clients:
         del self._came_s[request_id]
         self._ended += 1
         if self._ended == self._kept:
-            self.first = self._now()
+            self._moments["a generation has ended"] = self._now()
         if self._ended % self._told_every == 0:
             now_s = asyncio.get_running_loop().time()
             self._tell(f"{self._ended} of {len(self._arrivals)} requests, {now_s:.1f} virtual s")
@@ -305,6 +317,9 @@ class _Metered:
         self.ours_ms.append(1000 * took.ours_s)
         self.vllm_ms.append(1000 * took.vllm_s)
         return outputs
+
+    def timed(self, plan: Plan, times: StepTimes) -> None:
+        self._scheduler.timed(plan, times)
 
     @contextmanager
     def _measured(self, took: "_Took") -> Iterator[None]:

@@ -101,7 +101,7 @@ class Mix:
     attended: float
 
 
-def limit(costs: Sequence[StageCost], mix: Mix, sequences: int, *, hop_s: float, host_s: float) -> float:
+def limit(costs: Sequence[StageCost], mix: Mix, sequences: int, *, hop_s: float, host_s: float, most: int) -> float:
     """Output tokens per second that full, even cohorts give.
 
     R sequences in M cohorts: a round carries each of them once, R tokens, and takes
@@ -110,20 +110,20 @@ def limit(costs: Sequence[StageCost], mix: Mix, sequences: int, *, hop_s: float,
 
     with t_s the stage's time for R/M sequences, each with the average of its tokens over its steps; o = (P + 1) hops
     and the host's time h, which is all that lies between the end of a step and the next of the same sequences. The best
-    of M = 1 … P counts: with equal stages and o = 0 that is M = P and R / (P · t). With o > 0 no M fills the stages,
-    since no more than P steps are in flight. Prompts count as if each token of theirs could go into any step and cost
-    no sequence there: with long ones no engine gets quite so far.
+    of all M counts: with equal stages and o = 0 that is M = P and R / (P · t). Prompts count as if each token of theirs
+    could go into any step and cost no sequence there: with long ones no engine gets quite so far.
 
     Args:
         costs: of each stage.
         mix: the average request.
         sequences: R, requests that run at the same time.
         hop_s, host_s: seconds of one hop, and of the engine for each step.
+        most: steps in flight.
     """
     stages = len(costs)
     outside_s = (stages + 1) * hop_s + host_s
     periods_s = []
-    for cohorts in range(1, min(stages, sequences) + 1):
+    for cohorts in range(1, min(most, sequences) + 1):
         share = sequences / cohorts
         load = StepLoad(share, share * mix.tokens / mix.output_tokens, share * mix.attended / mix.output_tokens)
         times_s = [cost.of(load) for cost in costs]

@@ -7,27 +7,42 @@ runs in a helper thread before any step.
 An empty `schedule()` is never dispatched. What it would have told the workers (finished and preempted requests, freed
 encoder inputs, blocks to zero or copy) is kept and travels with the next real step; what it would have told the
 scheduler (a failed grammar, for one) is settled at once.
+
+A policy steers vLLM's scheduler through what it offers for that: the step in which a running request may decode next,
+the most tokens of a step, and the most tokens of one prompt in a step.
+
+With vLLM's async scheduling its workers count steps: a request decodes again P steps after it did, when the first stage
+has been told the token of the last. vLLM fills up with empty steps where fewer requests run; here the count of those
+left out goes along with the next real step (`Skipped`).
 """
 
 import asyncio
 import dataclasses
 import gc
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
 
+from async_pp.core.fit import Size
 from async_pp.core.gather import Scope
-from async_pp.core.policy import Balanced
-from async_pp.engine.ports import Plan
+from async_pp.core.policy import UNLIMITED, Balanced, FillFirst, Limits, Policy, PolicyName, Prompt, View
+from async_pp.engine.ports import Plan, StepTimes
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor
+from async_pp.ranks.runner import Skipped
+
+PROMPTS_SEEN = 32
+"""Prompts that a policy is shown of those that wait: what one step can take, and little work where thousands wait."""
 
 
 def make_engine_core(config: VllmConfig, make_executor: Callable[[VllmConfig], BridgeExecutor], log_stats: bool) -> Any:
@@ -50,7 +65,7 @@ class VllmScheduler:
         core: a started engine core.
         wake: called, from any thread, when a grammar has been compiled.
         emit: takes what a plan that is not dispatched has to tell the streams.
-        policy: splits the load over steps; None leaves that to vLLM.
+        policy: splits the load over steps. May be exchanged between any two steps.
         clock: monotonic seconds.
     """
 
@@ -60,24 +75,29 @@ class VllmScheduler:
         *,
         wake: Callable[[], None],
         emit: Callable[[Sequence[EngineCoreOutputs]], None],
-        policy: Balanced | None,
+        policy: Policy,
         clock: Callable[[], float],
     ) -> None:
         self.core = core
         self.scheduler = core.scheduler
         self._wake = wake
         self._emit = emit
-        self._policy = policy
+        self.policy = policy
         self._clock = clock
         config = core.vllm_config
         self._cuts_prompts = (
             config.scheduler_config.enable_chunked_prefill
-            and not config.model_config.is_multimodal_model
+            and not config.scheduler_config.disable_chunked_mm_input
             and not self.scheduler.need_mamba_block_aligned_split
         )
         speculative = config.speculative_config
         self._tokens_per_decode = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
+        self._stages = config.parallel_config.pipeline_parallel_size
+        self._paced = paced(config)
         self._decode_steps = 0  # steps in flight that carry decodes and no prompt
+        self._held: dict[str, tuple[Request, int]] = {}  # left out of the latest plan, and when vLLM lets them decode
+        self._counts: deque[int] = deque()  # vLLM's count at each step in flight, oldest first
+        self._skipped = 0  # counts that no step was dispatched for
         self._samples = not core.is_pooling_model
         self._newest_drafts: Any = None
         connectors = (self.scheduler.connector, self.scheduler.ec_connector)
@@ -105,6 +125,24 @@ class VllmScheduler:
         return [EngineCoreOutputs(outputs=ends, finished_requests={request.request_id for request in gone})]
 
     @property
+    def depth(self) -> int:
+        """Steps that may be in flight: as many as vLLM says, and one more ahead of the first stage where that is safe.
+
+        Safe is it where neither workers nor KV cache recycle something by that number: not with async scheduling, not
+        with the connector of auxiliary outputs, and with full attention only.
+        """
+        config = self.core.vllm_config
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        ahead = (
+            self._stages > 1
+            and self.policy.name != FillFirst.name
+            and not config.scheduler_config.async_scheduling
+            and not config.aux_output_config.enabled
+            and all(type(group.kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec) for group in groups)
+        )
+        return int(config.max_concurrent_batches) + ahead
+
+    @property
     def unfinished(self) -> bool:
         """Whether a request waits or runs that the pause state lets go on."""
         return bool(self.scheduler.has_unfinished_requests())
@@ -118,54 +156,68 @@ class VllmScheduler:
 
     def plan(self) -> Plan | None:
         """One call of vLLM's scheduler, or none at all when nothing could run."""
-        decoding = {request.request_id for request in self.scheduler.running if not request.is_prefill_chunk}
-        held = self._hold(len(decoding))
-        if not self._could_run(held):
+        scheduler = self.scheduler
+        if scheduler.pause_state == PauseState.PAUSED_ALL:
             return None
-        output = self._schedule(len(decoding) - len(held))
+        self._let_go()
+        decoding, ready, context = self._decodes()
+        chunked = [request for request in scheduler.running if request.is_prefill_chunk]
+        prompts = self._prompts(chunked)
+        if not ready and not prompts and self._paced and self._pass_counts():
+            decoding, ready, context = self._decodes()
+        to_tell = self._has_connector and scheduler.has_finished_requests()
+        if not ready and not prompts and not to_tell:
+            return None
+        view = View(
+            decodes=len(decoding),
+            ready=[request.num_computed_tokens for request in ready],
+            context=context,
+            flying=self._decode_steps,
+            prompts=[_prompt(request) for request in prompts],
+            begun=len(chunked),
+            free_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
+            block_tokens=scheduler.block_size,
+        )
+        limits = self.policy.limits(view)
+        if not limits.decodes and not (prompts and limits.prompt_tokens) and not to_tell:
+            return None
+        self._hold(ready[limits.decodes :])
+        output = self._schedule(limits)
         if not output.total_num_scheduled_tokens and not self._has_connector:
             self._carried = output if self._carried is None else _merged(self._carried, output)
+            self._skipped += self._paced
             self._settle_empty(output)
             return None
         if self._carried is not None:
             output, self._carried = _merged(self._carried, output), None
-        tokens = output.total_num_scheduled_tokens
-        scheduled = output.num_scheduled_tokens
-        decodes = decoding & scheduled.keys()
-        plan = Plan(
-            requests=tuple(scheduled),
-            work=output,
-            samples=tokens > 0 and self._samples,
-            pending_tokens=output.pending_structured_output_tokens,
-            scope=Scope.ALL if self._has_connector else Scope.OUTPUT,
-            decodes=len(decodes),
-            prompt_tokens=tokens - sum(scheduled[request_id] for request_id in decodes),
-        )
-        self._decode_steps += _only_decodes(plan)
-        return plan
+        return self._planned(output, decoding)
 
     def bitmask(self, plan: Plan) -> Any:
         """The grammar bitmask of a step, or None when it has no structured output."""
         if plan.pending_tokens and self.core.check_for_draft_tokens and self._newest_drafts is not None:
             # Planned before its drafts existed: those that the grammar refuses must not be accepted.
-            self.scheduler.update_draft_token_ids_in_output(self._newest_drafts, plan.work)
-        return self.scheduler.get_grammar_bitmask(plan.work)
+            self.scheduler.update_draft_token_ids_in_output(self._newest_drafts, _output_of(plan))
+        return self.scheduler.get_grammar_bitmask(_output_of(plan))
 
     def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[EngineCoreOutputs]:
         """Fold the answers and update vLLM's scheduler."""
         output, drafts = answers[output_rank]
         if len(answers) > 1:
             output = self._folded([answer for answer, _ in answers.values()], output_rank)
-        outputs = self.scheduler.update_from_output(plan.work, output)
+        outputs = self.scheduler.update_from_output(_output_of(plan), output)
         self._decode_steps -= _only_decodes(plan)
-        if self._policy is not None:
-            running = sum(not request.is_prefill_chunk for request in self.scheduler.running)
-            self._policy.settled(running, plan.decodes, plan.prompt_tokens, self._clock())
+        self._counts.popleft()
+        running = sum(not request.is_prefill_chunk for request in self.scheduler.running)
+        self.policy.settled(running, plan.decodes, plan.prompt_tokens, self._clock())
         if drafts is not None:
             self._newest_drafts = drafts
             if not self.core.async_scheduling:  # with it, the workers keep their drafts themselves
                 self.scheduler.update_draft_token_ids(drafts)
         return self._stamped(outputs)
+
+    def timed(self, plan: Plan, times: StepTimes) -> None:
+        """Let the policy learn from the times of a step."""
+        self.policy.timed(plan.size, times.stages, times.round_trip_s, times.host_s)
 
     def close(self) -> None:
         """Give back what the scheduler side holds (grammar backends, connectors, event publishers)."""
@@ -174,57 +226,121 @@ class VllmScheduler:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _hold(self, decoding: int) -> set[str]:
-        """Let the next call of `schedule()` leave out the decodes that the policy leaves out. Returns their ids.
+    def _decodes(self) -> tuple[set[str], list[Request], int]:
+        """Requests with their prompt behind them: ids of all, those that could go now, tokens of all contexts.
 
-        vLLM skips a running request while its scheduler's step counter is below the request's own. Who was left out
-        longest goes first: whoever is left out gets the newest count.
+        Who was left out longest comes first.
         """
-        if self._policy is None or not decoding:
-            return set()
         step = self.scheduler.current_step + 1  # what the next call will make of it
-        ready = [r for r in self.scheduler.running if not r.is_prefill_chunk and _has_tokens(r)]
-        limit = self._policy.decode_limit(decoding, len(ready), self._decode_steps)
-        ready.sort(key=lambda request: request.next_decode_eligible_step, reverse=True)
-        for request in ready[:limit]:  # left out of a call that was not made after all: the counter stands still
-            request.next_decode_eligible_step = min(request.next_decode_eligible_step, step)
-        for request in ready[limit:]:
-            request.next_decode_eligible_step = step + 1
-        return {request.request_id for request in ready[limit:]}
+        decoding: set[str] = set()
+        left_out: list[Request] = []
+        others: list[Request] = []
+        context = 0
+        for request in self.scheduler.running:
+            if request.is_prefill_chunk:
+                continue
+            decoding.add(request.request_id)
+            context += request.num_computed_tokens
+            if request.next_decode_eligible_step <= step and _has_tokens(request):
+                (left_out if request.request_id in self._held else others).append(request)
+        if left_out:
+            age = {request_id: index for index, request_id in enumerate(self._held)}
+            left_out.sort(key=lambda request: age[request.request_id])
+        return decoding, left_out + others, context
 
-    def _schedule(self, decodes: int) -> SchedulerOutput:
-        """vLLM's `schedule()`, with no more prompt tokens than the policy's share.
+    def _prompts(self, chunked: list[Request]) -> list[Request]:
+        """The next prompts that vLLM would take, in its order."""
+        scheduler = self.scheduler
+        prompts = list(chunked)
+        active = self._active()
+        if active < scheduler.max_num_active_reqs:
+            waiting = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
+            room = min(PROMPTS_SEEN, scheduler.max_num_active_reqs - active)
+            prompts += itertools.islice(itertools.chain(scheduler.kv_holding_waiting, waiting), room)
+        return prompts
+
+    def _hold(self, requests: Iterable[Request]) -> None:
+        """Let the next call of `schedule()` leave these decodes out.
+
+        vLLM skips a running request while its scheduler's step counter is below the request's own.
+        """
+        self._held = {r.request_id: (r, r.next_decode_eligible_step) for r in requests}
+        for request, _ in self._held.values():
+            request.next_decode_eligible_step = (
+                self.scheduler.current_step + 2
+            )  # one more than the next call makes of it
+
+    def _let_go(self) -> None:
+        """Undo the last `_hold`: what is held is decided anew for each plan."""
+        for request, eligible_step in self._held.values():
+            request.next_decode_eligible_step = eligible_step
+
+    def _pass_counts(self) -> bool:
+        """Where only vLLM's count of steps keeps decodes back, count on to the first one. Returns whether it did.
+
+        As with vLLM's own empty steps, no more than P counts lie between the oldest step in flight and the next one.
+        """
+        scheduler = self.scheduler
+        going = [r.next_decode_eligible_step for r in scheduler.running if not r.is_prefill_chunk and _has_tokens(r)]
+        if not going or (self._counts and min(going) - self._counts[0] > self._stages):
+            return False
+        passed = max(0, min(going) - (scheduler.current_step + 1))
+        scheduler.current_step += passed
+        self._skipped += passed
+        return True
+
+    def _schedule(self, limits: Limits) -> SchedulerOutput:
+        """vLLM's `schedule()`, with no more prompt tokens than the policy's limits.
 
         Only where a prompt may be cut anywhere: elsewhere a prompt longer than the share would never be taken.
         """
         scheduler = self.scheduler
-        if self._policy is None or not self._cuts_prompts:
+        if not self._cuts_prompts or limits.prompt_tokens == UNLIMITED:
             return scheduler.schedule()
-        most = scheduler.max_num_scheduled_tokens
-        share = self._policy.prompt_limit(self._pending_prompt_tokens())
-        scheduler.max_num_scheduled_tokens = min(most, share + decodes * self._tokens_per_decode)
+        config = scheduler.scheduler_config
+        before = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs, config.long_prefill_token_threshold
+        most, active, longest = before
+        chunk = max(limits.chunk_tokens, self._tokens_per_decode)
+        tokens = limits.prompt_tokens + limits.decodes * self._tokens_per_decode
+        scheduler.max_num_scheduled_tokens = min(most, tokens)
+        scheduler.max_num_active_reqs = min(active, self._active() + limits.begin)
+        config.long_prefill_token_threshold = min(longest, chunk) if longest else chunk
         try:
             return scheduler.schedule()
         finally:
-            scheduler.max_num_scheduled_tokens = most
+            scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs, config.long_prefill_token_threshold = (
+                before
+            )
 
-    def _pending_prompt_tokens(self) -> int:
-        """Prompt tokens that no step has taken yet."""
-        scheduler = self.scheduler
-        chunked = (request for request in scheduler.running if request.is_prefill_chunk)
-        waiting = itertools.chain(chunked, scheduler.waiting, scheduler.kv_holding_waiting)
-        return sum(request.num_tokens - request.num_computed_tokens for request in waiting)
+    def _active(self) -> int:
+        """Requests that hold a place in the workers' batches."""
+        return int(len(self.scheduler.running) + self.scheduler.num_waiting_for_streaming_input)
 
-    def _could_run(self, held: Container[str]) -> bool:
-        """Whether `schedule()` has a candidate: one that waits, or runs with tokens that no step in flight carries."""
-        scheduler = self.scheduler
-        if scheduler.pause_state == PauseState.PAUSED_ALL:
-            return False
-        if scheduler.kv_holding_waiting or (scheduler.waiting and scheduler.pause_state == PauseState.UNPAUSED):
-            return True
-        if self._has_connector and scheduler.has_finished_requests():
-            return True
-        return any(_has_tokens(request) and request.request_id not in held for request in scheduler.running)
+    def _planned(self, output: SchedulerOutput, decoding: set[str]) -> Plan:
+        scheduled, requests = output.num_scheduled_tokens, self.scheduler.requests
+        decodes = decode_tokens = 0
+        attention = 0.0
+        for request_id, tokens in scheduled.items():
+            history = requests[request_id].num_computed_tokens - tokens  # vLLM has counted this step's on
+            attention += tokens * (history + tokens / 2)
+            if request_id in decoding:
+                decodes += 1
+                decode_tokens += tokens
+        tokens = output.total_num_scheduled_tokens
+        plan = Plan(
+            requests=tuple(scheduled),
+            work=Skipped(self._skipped, output) if self._skipped else output,
+            samples=tokens > 0 and self._samples,
+            pending_tokens=output.pending_structured_output_tokens,
+            scope=Scope.ALL if self._has_connector else Scope.OUTPUT,
+            decodes=decodes,
+            prompt_tokens=tokens - decode_tokens,
+            size=Size(len(scheduled), tokens, attention),
+        )
+        self._skipped = 0
+        self._counts.append(self.scheduler.current_step)
+        self._decode_steps += _only_decodes(plan)
+        return plan
 
     def _settle_empty(self, output: SchedulerOutput) -> None:
         outputs = self.scheduler.update_from_output(output, EMPTY_MODEL_RUNNER_OUTPUT)
@@ -251,9 +367,42 @@ class VllmScheduler:
             compiling.add_done_callback(lambda _: self._wake())
 
 
+def paced(config: VllmConfig) -> bool:
+    """Whether vLLM's workers prescribe when a request may decode again."""
+    stages = config.parallel_config.pipeline_parallel_size
+    return bool(stages > 1 and config.scheduler_config.async_scheduling and config.use_v2_model_runner)
+
+
+def make_policy(name: PolicyName, config: VllmConfig) -> Policy:
+    """The policy of this name for a configuration.
+
+    On CPUs the stages share memory bandwidth, and mostly cores with the engine.
+    """
+    stages = config.parallel_config.pipeline_parallel_size
+    if name == "fill-first" or stages == 1:
+        return FillFirst()
+    return Balanced(
+        stages,
+        ahead=not config.scheduler_config.async_scheduling,
+        shared=current_platform.is_cpu(),
+        paced=paced(config),
+    )
+
+
 def _has_tokens(request: Request) -> bool:
-    """Whether a running request has tokens that no step in flight carries."""
-    return bool(request.num_tokens_with_spec + request.num_output_placeholders > request.num_computed_tokens)
+    """Whether a running request has tokens that no step in flight carries, and may get another one."""
+    computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
+    if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+        return False  # async scheduling: its last token is in flight
+    return bool(request.num_tokens_with_spec + placeholders > computed)
+
+
+def _prompt(request: Request) -> Prompt:
+    return Prompt(request.num_computed_tokens, request.num_tokens - request.num_computed_tokens)
+
+
+def _output_of(plan: Plan) -> SchedulerOutput:
+    return plan.work.work if isinstance(plan.work, Skipped) else plan.work
 
 
 def _only_decodes(plan: Plan) -> bool:

@@ -37,18 +37,18 @@ def test_a_slow_stage_sets_the_pace_and_a_long_step_holds_up_those_behind_it():
 @pytest.mark.parametrize("stages", [1, 4, 64])
 def test_equal_stages_reach_a_full_even_round(stages):
     cost = StageCost(0.004, 0.001, 0.0001)  # 8 sequences: 12.8 ms
-    assert limit([cost] * stages, DECODES, 8 * stages, hop_s=0, host_s=0) == pytest.approx(8 / 0.0128)
+    assert limit([cost] * stages, DECODES, 8 * stages, hop_s=0, host_s=0, most=64) == pytest.approx(8 / 0.0128)
 
 
 def test_the_slowest_stage_the_way_around_and_the_host_bound_it():
     cost = StageCost(0.01)
-    slow = limit([cost, cost.slower(4)], DECODES, 8, hop_s=0, host_s=0)
+    slow = limit([cost, cost.slower(4)], DECODES, 8, hop_s=0, host_s=0, most=64)
     assert slow == pytest.approx(8 / 0.05)  # one cohort: 10 + 40 ms; two would take 80
-    assert limit([cost] * 2, DECODES, 8, hop_s=0.01, host_s=0) == pytest.approx(8 / 0.05)
-    assert limit([cost] * 2, DECODES, 8, hop_s=0, host_s=0.1) == pytest.approx(8 / 0.12)
+    assert limit([cost] * 2, DECODES, 8, hop_s=0.01, host_s=0, most=2) == pytest.approx(8 / 0.05)
+    assert limit([cost] * 2, DECODES, 8, hop_s=0, host_s=0.1, most=2) == pytest.approx(8 / 0.12)
 
 
 def test_prompts_are_spread_over_the_steps_of_their_request():
     cost = StageCost(0.0, 0.0, 0.001, 0.0)
     mix = Mix(output_tokens=10, tokens=109, attended=0)
-    assert limit([cost], mix, 4, hop_s=0, host_s=0) == pytest.approx(10 / 0.109)
+    assert limit([cost], mix, 4, hop_s=0, host_s=0, most=64) == pytest.approx(10 / 0.109)
