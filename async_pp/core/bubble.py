@@ -83,8 +83,7 @@ class StageTime:
         return {cause: value / total if total else 0.0 for cause, value in seconds.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(NamedTuple):
     """A settled step whose times are all known.
 
     Attributes:
@@ -256,7 +255,8 @@ class Bubbles:
         if step is not None and step.spans[stage] is None:
             step.spans[stage] = began_s, ended_s
             step.missing -= 1
-            self._advance()
+            if not step.missing:
+                self._advance()
 
     def take(self) -> Sequence[Timed]:
         """The steps that have been accounted for since the last call, in dispatch order."""
