@@ -75,7 +75,7 @@ class Rank:
         )
         self.runner = Recorder()
         self.loop = RankLoop(self.engine.rank_end(0), self.runner, is_output=is_output, tells_spans=tells_spans)
-        self.thread = threading.Thread(target=self.loop.run)
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)  # a failed test must not hang the run
 
     async def start(self) -> "Rank":
         await self.engine.start()
