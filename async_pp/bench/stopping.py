@@ -1,9 +1,18 @@
-"""SIGINT and SIGTERM as one exception that never comes between the making of a process and the note that it is ours."""
+"""SIGINT and SIGTERM as one exception that never comes between the making of a process and the note that it is ours.
 
+A coroutine is cancelled by them instead, and the exception comes when it has ended.
+"""
+
+import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
 
 
 class Stopped(BaseException):
@@ -61,3 +70,37 @@ def _catch(number: int, _frame: FrameType | None) -> None:
             _State.instead()
     else:
         raise Stopped(number)
+
+
+def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` on a loop of its own, which ends it on the first SIGINT or SIGTERM.
+
+    Raises:
+        Stopped: a signal came, and `work` has ended.
+    """
+    caught: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_until_signal(work, caught))
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+        raise Stopped(caught[0]) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _until_signal(work: Coroutine[Any, Any, T], caught: list[int]) -> T:
+    task = asyncio.create_task(work, name="bench")
+
+    def stop(number: int) -> None:
+        if not caught:  # only the first counts: stopping takes bounded time
+            caught.append(number)
+            task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    return await task

@@ -148,12 +148,16 @@ class _Gap:
 
     def cut(self, most: float) -> float:
         """Keep no more than `most` seconds, in the order above. Returns how much of `most` that leaves unexplained."""
-        self.no_work, most = _part(self.no_work, most)
-        self.host, most = _part(self.host, most)
-        self.round_trip, most = _part(self.round_trip, most)
-        self.fill_drain, most = _part(self.fill_drain, most)
-        self.imbalance, most = _part(self.imbalance, most)
-        return most
+        self.no_work = min(self.no_work, most)
+        most -= self.no_work
+        self.host = min(self.host, most)
+        most -= self.host
+        self.round_trip = min(self.round_trip, most)
+        most -= self.round_trip
+        self.fill_drain = min(self.fill_drain, most)
+        most -= self.fill_drain
+        self.imbalance = min(self.imbalance, most)
+        return most - self.imbalance
 
 
 @dataclass(slots=True)
@@ -304,20 +308,22 @@ class Bubbles:
         times: list[float] = []
         for stage, span in zip(self._stages, step.spans, strict=True):
             assert span is not None
+            since_s = stage.until_s
             # Clocks agree; but a rank that told nonsense must not break the sums.
-            began_s = _between(stage.until_s, span[0], settled_s)
-            ended_s = _between(began_s, span[1], settled_s)
+            began_s = max(since_s, min(span[0], settled_s))
+            ended_s = max(began_s, min(span[1], settled_s))
+            busy_s = ended_s - began_s
             if not times:
-                came_s = self._wait_for_dispatch(gap, step, stage.until_s, began_s)
+                came_s = self._wait_for_dispatch(gap, step, since_s, began_s)
             else:
-                came_s = _between(stage.until_s, came_s, began_s)
-                self._wait_for_stage(gap, step, came_s - stage.until_s)
+                came_s = max(since_s, min(came_s, began_s))
+                self._wait_for_stage(gap, step, came_s - since_s)
                 step.transit_s += began_s - came_s
             gap.round_trip += began_s - came_s
             trips_s += began_s - came_s
-            stage.add(gap, ended_s - began_s)
+            stage.add(gap, busy_s)
             stage.until_s = came_s = ended_s
-            times.append(ended_s - began_s)
+            times.append(busy_s)
         return Timed(step.tag, tuple(times), trips_s + max(0.0, step.answered_s - came_s))
 
     def _wait_for_dispatch(self, gap: _Gap, step: _Step, since_s: float, began_s: float) -> float:
@@ -328,8 +334,8 @@ class Bubbles:
         awaited_s = _between(since_s, ended_s, began_s)
         enabled_s = _between(awaited_s, step.enabled_s, began_s)
         dispatched_s = _between(enabled_s, step.dispatched_s, began_s)
-        transit_s, left = _part(transit_s, awaited_s - since_s)
-        gap.no_work, gap.imbalance = self._split(left, step.before)
+        transit_s = min(transit_s, awaited_s - since_s)
+        gap.no_work, gap.imbalance = self._split(awaited_s - since_s - transit_s, step.before)
         gap.round_trip = transit_s + (enabled_s - awaited_s)
         gap.host = dispatched_s - enabled_s
         return dispatched_s
@@ -337,6 +343,8 @@ class Bubbles:
     def _wait_for_stage(self, gap: _Gap, step: _Step, waited_s: float) -> None:
         """Turn the gap of the stage before into the explanation of `waited_s` seconds on this one."""
         left = gap.cut(waited_s)
+        if not left:
+            return
         if step.first_after is not None:
             gap.fill_drain += left
         else:
@@ -358,9 +366,3 @@ class Bubbles:
 def _between(low: float, value: float, high: float) -> float:
     """`value` within bounds; `low` where the bounds are the wrong way round."""
     return max(low, min(value, high))
-
-
-def _part(explained: float, left: float) -> tuple[float, float]:
-    """What of `explained` fits into `left`, and what is left then."""
-    part = min(explained, left)
-    return part, left - part

@@ -40,6 +40,49 @@ class Load:
     tokens: int
 
 
+class SleepingStage:
+    """One stage that sleeps, joined with its neighbours by sockets of their own.
+
+    Args:
+        folder: where the sockets are; private to the pipe.
+        rank: number of the stage.
+        ranks: stages of the pipe.
+        time: what a step takes here.
+
+    Attributes:
+        began_s: when the newest step's message from the former stage was there, monotonic seconds; on the first stage,
+            when the step was.
+    """
+
+    def __init__(self, folder: str, rank: int, ranks: int, time: StageTime) -> None:
+        self._time = time
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._upstream: zmq.Socket[bytes] | None = None
+        self._downstream: zmq.Socket[bytes] | None = None
+        self.began_s = 0.0
+        if rank > 0:
+            self._upstream = self._context.socket(zmq.PULL)
+            self._upstream.bind(f"ipc://{folder}/stage-{rank}")
+        if rank < ranks - 1:
+            self._downstream = self._context.socket(zmq.PUSH)
+            self._downstream.connect(f"ipc://{folder}/stage-{rank + 1}")
+
+    def step(self, load: Load) -> tuple[float, float]:
+        """Wait for the former stage, sleep, pass on. Returns begin and end of the sleep, monotonic seconds."""
+        if self._upstream is not None:
+            self._upstream.recv()
+        self.began_s = time.monotonic()
+        time.sleep(self._time.of(load.sequences, load.tokens))
+        end = time.monotonic()
+        if self._downstream is not None:
+            self._downstream.send(b"")
+        return self.began_s, end
+
+    def close(self) -> None:
+        """Leave the pipe."""
+        self._context.destroy(linger=0)
+
+
 class SleepingRunner:
     """Runner of one sleeping stage.
 
@@ -53,34 +96,21 @@ class SleepingRunner:
         self._rank = rank
         self._ranks = ranks
         self._report = report
-        self._stage = StageTime()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._upstream: zmq.Socket[bytes] | None = None
-        self._downstream: zmq.Socket[bytes] | None = None
+        self._stage: SleepingStage | None = None
         self.worker = self
         self.began_s = 0.0
         self.spans: list[tuple[float, float]] = []
 
-    def start(self, folder: str, stage: StageTime) -> None:
-        """Join the ranks into a pipe, through sockets in `folder`."""
-        self._stage = stage
-        if self._rank > 0:
-            self._upstream = self._context.socket(zmq.PULL)
-            self._upstream.bind(f"ipc://{folder}/stage-{self._rank}")
-        if self._rank < self._ranks - 1:
-            self._downstream = self._context.socket(zmq.PUSH)
-            self._downstream.connect(f"ipc://{folder}/stage-{self._rank + 1}")
+    def start(self, folder: str, *times: StageTime) -> None:
+        """Join the ranks into a pipe, through sockets in `folder`. `times`: one for all stages, or one for each."""
+        self._stage = SleepingStage(folder, self._rank, self._ranks, times[self._rank % len(times)])
         self._report("load")
 
     def execute(self, payload: Load) -> None:
         """Wait for the former stage, sleep, pass on. Sampling follows."""
-        if self._upstream is not None:
-            self._upstream.recv()
-        self.began_s = time.monotonic()
-        time.sleep(self._stage.of(payload.sequences, payload.tokens))
-        self.spans.append((self.began_s, time.monotonic()))
-        if self._downstream is not None:
-            self._downstream.send(b"")
+        assert self._stage is not None
+        self.began_s, ended_s = self._stage.step(payload)
+        self.spans.append((self.began_s, ended_s))
 
     def sample(self, payload: Any) -> Any:
         """The answer names the rank and what it was given to sample under."""
@@ -92,4 +122,5 @@ class SleepingRunner:
 
     def close(self) -> None:
         """Leave the pipe."""
-        self._context.destroy(linger=0)
+        if self._stage is not None:
+            self._stage.close()

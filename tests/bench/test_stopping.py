@@ -1,11 +1,12 @@
 """A signal never comes between the making of a process and the note that it is ours."""
 
+import asyncio
 import os
 import signal
 
 import pytest
 
-from async_pp.bench.stopping import Stopped, install, uninterrupted
+from async_pp.bench.stopping import Stopped, install, run_coroutine, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,33 @@ def test_an_error_of_the_block_does_not_lose_the_signal():
     with pytest.raises(Stopped) as stopped:
         make()
     assert isinstance(stopped.value.__context__, OSError)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_cancels_a_coroutine_which_may_end_in_its_own_way(number):
+    ended = []
+
+    async def work():
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.Event().wait()
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)  # only the first counts
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped) as stopped:
+        run_coroutine(work())
+    assert (stopped.value.number, ended) == (number, [True])
+    assert signal.getsignal(number) is before
+
+
+def test_a_coroutine_that_is_let_be_returns_its_value():
+    async def work():
+        return await asyncio.sleep(0, "done")
+
+    assert run_coroutine(work()) == "done"
 
 
 def test_a_block_may_be_told_at_once_also_of_a_signal_before_it():

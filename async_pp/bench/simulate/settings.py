@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_pp.bench.settings import check_json
+from async_pp.bench.settings import check_file
 from async_pp.bench.simulate import requests
 from async_pp.bench.simulate.requests import Arrival, Lengths
 from async_pp.bench.simulate.stages import StageCost
@@ -165,7 +165,7 @@ def check(args: Namespace) -> Settings:
             raise ConfigError(f"--{name} must be 0 or more milliseconds, not {getattr(args, name)}")
     if args.rate is not None and not 0 < args.rate < float("inf"):
         raise ConfigError(f"--rate must be greater than 0, not {args.rate}")
-    check_json(args.json)
+    check_file("--json", args.json)
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("the package vllm is needed: install async_pp[cpu]")
     return Settings(

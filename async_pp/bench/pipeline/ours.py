@@ -1,0 +1,42 @@
+"""This package's engine under load, in this process, as an application has it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from async_pp.bench import BenchFailed
+from async_pp.bench.pipeline.engines import Client, arguments
+from async_pp.bench.pipeline.loads import WARM_UP
+from async_pp.bench.pipeline.measured import Measured
+from async_pp.bench.pipeline.settings import Settings, Tell
+from async_pp.engine.client import AsyncPPEngine
+from async_pp.errors import EngineFailed
+
+
+async def measure(settings: Settings, folder: Path, tell: Tell) -> list[Measured]:
+    """Measure every load. Nothing of the engine is left afterwards.
+
+    Args:
+        settings: what to measure.
+        folder: for the ranks' sockets; the model is in it.
+        tell: told what is done now.
+
+    Raises:
+        BenchFailed: the engine or a request failed.
+    """
+    args = AsyncEngineArgs(**arguments(folder, settings.stages))
+    found: list[Measured] = []
+    try:
+        async with AsyncPPEngine.from_engine_args(args, policy=settings.policy) as engine:
+            client = Client(engine)
+            await client.run(WARM_UP)
+            for load in settings.loads:
+                tell(load.name)
+                before = await engine.bubbles()
+                measured = await client.run(load)
+                bubble = (await engine.bubbles()).since(before).shares()
+                found.append(replace(measured, bubble=bubble))
+    except EngineFailed as error:
+        raise BenchFailed(f"the engine ended: {error}") from error
+    return found
