@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from async_pp.bench.pipeline import bare, oracle, ours, peer
+from async_pp.bench.pipeline import bare, oracle, ours
 from async_pp.bench.pipeline.measured import Round
 from async_pp.bench.pipeline.settings import Settings, Tell
 from async_pp.bench.pipeline.surroundings import private_folder
@@ -33,6 +33,8 @@ async def _rounds(settings: Settings, model: Path, tell: Tell) -> list[Round]:
             own = await ours.measure(settings, folder, partial(_tell_at, said, "async_pp"))
         vllm = None
         if settings.against_vllm:
+            from async_pp.bench.pipeline import peer  # psutil, which it needs, is an extra
+
             with private_folder(model, settings.pp) as folder:
                 vllm = await peer.measure(settings, folder, partial(_tell_at, said, "vllm"))
         pipe = await bare.measure(settings, partial(_tell_at, said, "bare pipe"))

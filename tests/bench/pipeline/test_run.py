@@ -33,6 +33,7 @@ def test_ours_beside_the_bare_pipe_and_the_formula(tmp_path, capsys):
     assert 0 < row["tokens_per_s"] < row["formula_tokens_per_s"]
     assert 0 < row["bare_pipe_tokens_per_s"] < row["formula_tokens_per_s"]
     assert 0 < row["stage_use"] < 1 <= row["sequences_per_step"] <= 6
+    assert sum(row["bubble"].values()) == pytest.approx(1, abs=0.01) and row["bubble"]["busy"] > 0.1
     assert {row[name] for name in NULL_WITHOUT_VLLM} == {None}
     assert (tmp_path / "picture.png").stat().st_size
     assert "async_pp" in capsys.readouterr().out
