@@ -95,7 +95,7 @@ class Measured:
         return self._search(decodes).current
 
     def settled(self, decodes: int, tokens: int, prompt_tokens: int, now_s: float) -> None:
-        """A step has settled; see `Policy.settled`."""
+        """A step has settled; see `Policy.settled`. `decodes`: all that run."""
         if prompt_tokens or not tokens or not decodes:
             self._window = None
             return

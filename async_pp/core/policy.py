@@ -43,6 +43,9 @@ MOST_PORTIONS = 8
 PROMPT_SHARE = 0.5
 """Time that prompts may add to a step, as a share of what a cohort of decodes takes."""
 
+LEAST_PIECE = 4
+"""A prompt is not cut into pieces that take less than so many times what a further sequence costs a step."""
+
 NEARLY_BEST = 0.85
 """Prompts are spread over one step, or as many as stages, unless the best number takes less than this share of that."""
 
@@ -126,11 +129,10 @@ class Policy(Protocol):
     def limits(self, view: View) -> Limits:
         """Limits of the next step. With nothing in flight they let something go, or the engine would stand still."""
 
-    def settled(self, decodes: int, tokens: int, prompt_tokens: int, now_s: float) -> None:
+    def settled(self, tokens: int, prompt_tokens: int, now_s: float) -> None:
         """A step has settled.
 
         Args:
-            decodes: all that run.
             tokens: decodes that the step carried.
             prompt_tokens: prompt tokens that it carried.
             now_s: monotonic seconds.
@@ -149,7 +151,7 @@ class FillFirst:
         """No limit."""
         return Limits(len(view.ready))
 
-    def settled(self, decodes: int, tokens: int, prompt_tokens: int, now_s: float) -> None:
+    def settled(self, tokens: int, prompt_tokens: int, now_s: float) -> None:
         """Nothing is learned."""
 
     def timed(self, size: Size, stages: Sequence[float], round_trip_s: float, host_s: float) -> None:
@@ -202,6 +204,7 @@ class Balanced:
         self._measured = Measured(self.stages) if self.shared and not self.paced else None
         self._depth = self.stages + self.ahead
         self._cohorts = self.stages
+        self._decoding = 0
         self._splits: dict[int, _Split] = {}  # by decodes; until stage times are computed anew
         # Prompts that came while no decode ran, at their most, seconds per stage. None once a decode has begun.
         self._wave_s: float | None = 0.0
@@ -210,6 +213,7 @@ class Balanced:
 
     def limits(self, view: View) -> Limits:
         """Limits of the next step."""
+        self._decoding = view.decodes
         fresh = not view.flying and len(view.ready) == view.decodes
         split = _Split(self.stages, 1)
         if view.decodes:
@@ -234,10 +238,10 @@ class Balanced:
                 tokens = 1
         return Limits(decodes, tokens, *_share(view, tokens))
 
-    def settled(self, decodes: int, tokens: int, prompt_tokens: int, now_s: float) -> None:
+    def settled(self, tokens: int, prompt_tokens: int, now_s: float) -> None:
         """A step has settled; see `Policy.settled`."""
         if self._measured is not None:
-            self._measured.settled(decodes, tokens, prompt_tokens, now_s)
+            self._measured.settled(self._decoding, tokens, prompt_tokens, now_s)
 
     def timed(self, size: Size, stages: Sequence[float], round_trip_s: float, host_s: float) -> None:
         """The times of a step have come; see `Policy.timed`."""
@@ -321,7 +325,8 @@ class Balanced:
             average = view.context / view.decodes
             size = (view.decodes + len(view.prompts)) / split.cohorts
             level_s = (1 + PROMPT_SHARE) * line.of(Size(size, size, size * average))
-            budget_s = max(line.step, level_s - line.of(Size(decodes, decodes, decodes * average)))
+            room_s = max(line.step, level_s - line.of(Size(decodes, decodes, decodes * average)))
+            budget_s = min(room_s, max(pending_s / self.stages, LEAST_PIECE * line.sequence))
         else:
             self._wave_s = max(self._wave_s, pending_s)
             portions = self._portions(line, self._wave_s - line.sequence, len(view.prompts))

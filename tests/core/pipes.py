@@ -168,7 +168,7 @@ class Pipe:
                 self.running.remove(request)
             else:
                 self.ready.append(request)
-        self.policy.settled(len(self.running), step.decodes, step.prompt_tokens, self.now_s)
+        self.policy.settled(step.decodes, step.prompt_tokens, self.now_s)
         self.policy.timed(size, times, self.round_trip_s, self.host_s)
 
 

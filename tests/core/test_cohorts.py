@@ -46,7 +46,7 @@ class Pipe:
             answered_s, _, cohort = heapq.heappop(self.flying)
             self.now_s = max(self.now_s, answered_s) + self.host_s
             self.ready.extend(cohort)
-            self.policy.settled(self.decodes, len(cohort), 0, self.now_s)
+            self.policy.settled(len(cohort), 0, self.now_s)
             done += 1
             if done == steps * 3 // 4:
                 began, counted = self.now_s, 0

@@ -165,8 +165,8 @@ def test_prompts_fill_a_step_up_to_the_level_of_the_decodes() -> None:
 
 def test_a_prompt_that_is_nearly_through_is_not_cut() -> None:
     policy = taught()
-    tokens = policy.limits(View(32, [100] * 4, context=3200, prompts=[Prompt(0, 38)], flying=7)).prompt_tokens
-    assert tokens == 38
+    tokens = policy.limits(View(32, [100] * 4, context=3200, prompts=[Prompt(0, 36)], flying=7)).prompt_tokens
+    assert tokens == 36
 
 
 def test_a_long_prompt_leaves_room_for_short_ones() -> None:
@@ -239,7 +239,7 @@ def test_a_short_prompt_passes_a_long_one() -> None:
 def test_fill_first_takes_what_is_ready() -> None:
     policy = FillFirst()
     assert policy.limits(View(9, [1] * 5, prompts=[Prompt(0, 9)])) == Limits(5, UNLIMITED, UNLIMITED, UNLIMITED)
-    policy.settled(1, 1, 0, 0.0)
+    policy.settled(1, 0, 0.0)
     policy.timed(Size(1, 1), [0.1], 0.0, 0.0)
 
 

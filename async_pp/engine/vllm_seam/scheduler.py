@@ -207,8 +207,7 @@ class VllmScheduler:
         outputs = self.scheduler.update_from_output(_output_of(plan), output)
         self._decode_steps -= _only_decodes(plan)
         self._counts.popleft()
-        running = sum(not request.is_prefill_chunk for request in self.scheduler.running)
-        self.policy.settled(running, plan.decodes, plan.prompt_tokens, self._clock())
+        self.policy.settled(plan.decodes, plan.prompt_tokens, self._clock())
         if drafts is not None:
             self._newest_drafts = drafts
             if not self.core.async_scheduling:  # with it, the workers keep their drafts themselves
