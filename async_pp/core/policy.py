@@ -34,7 +34,7 @@ PORTIONS = 4
 LEAST_PROMPT_TOKENS = 256
 """What a step takes of them in any case while no stage time is known."""
 
-SHARERS = 2
+SHARERS = 1
 """Prompts under way at once of those that do not fit into one step."""
 
 MOST_PORTIONS = 8
@@ -90,6 +90,7 @@ class View:
         flying: steps in flight that carry decodes and no prompt.
         prompts: the next prompts, in the order they are taken; not necessarily all.
         begun: how many of them, the first ones, have begun.
+        further: how many more prompts wait for which there is room.
         free_tokens: tokens that fit into the free part of the KV cache.
         block_tokens: tokens per block of it.
     """
@@ -100,6 +101,7 @@ class View:
     flying: int = 0
     prompts: Sequence[Prompt] = ()
     begun: int = 0
+    further: int = 0
     free_tokens: int = UNLIMITED
     block_tokens: int = 16
 
@@ -227,7 +229,7 @@ class Balanced:
             return Limits(decodes)
         line = self._fit.slowest
         if line is None:
-            pending = sum(prompt.remaining for prompt in view.prompts)
+            pending = sum(prompt.remaining for prompt in view.prompts) * (1 + view.further / len(view.prompts))
             tokens = max(LEAST_PROMPT_TOKENS, math.ceil(pending / (PORTIONS * self.stages)))
         else:
             tokens = self._prompt_tokens(view, split, decodes, line)
@@ -319,20 +321,22 @@ class Balanced:
 
     def _prompt_tokens(self, view: View, split: _Split, decodes: int, line: Line) -> int:
         """Prompt tokens whose predicted time fits into the step."""
+        count = len(view.prompts) + view.further
         pending_s = sum(_seconds(line, prompt, prompt.remaining) for prompt in view.prompts)
+        pending_s *= count / len(view.prompts)  # those that are not shown are taken for alike
         ending = UNLIMITED  # prompts that may end with this step
         if self._wave_s is None:
             average = view.context / view.decodes
-            size = (view.decodes + len(view.prompts)) / split.cohorts
+            size = (view.decodes + count) / split.cohorts
             level_s = (1 + PROMPT_SHARE) * line.of(Size(size, size, size * average))
             room_s = max(line.step, level_s - line.of(Size(decodes, decodes, decodes * average)))
             budget_s = min(room_s, max(pending_s / self.stages, LEAST_PIECE * line.sequence))
         else:
             self._wave_s = max(self._wave_s, pending_s)
-            portions = self._portions(line, self._wave_s - line.sequence, len(view.prompts))
+            portions = self._portions(line, self._wave_s - line.sequence, count)
             budget_s = line.sequence + (self._wave_s - line.sequence) / portions
             if portions == self.stages:
-                ending = -(-(view.decodes + len(view.prompts)) // self.stages)
+                ending = -(-(view.decodes + count) // self.stages)
         tokens = 0
         for prompt in view.prompts:
             whole_s = _seconds(line, prompt, prompt.remaining)

@@ -160,21 +160,23 @@ class VllmScheduler:
         if scheduler.pause_state == PauseState.PAUSED_ALL:
             return None
         self._let_go()
-        decoding, ready, context = self._decodes()
-        chunked = [request for request in scheduler.running if request.is_prefill_chunk]
-        prompts = self._prompts(chunked)
-        if not ready and not prompts and self._paced and self._pass_counts():
-            decoding, ready, context = self._decodes()
+        running = self._running()
+        waiting, further = self._waiting()
+        prompts = running.chunked + waiting
+        if not running.ready and not prompts and self._paced and self._pass_counts():
+            running = self._running()
+        ready, decoding = running.ready, running.decoding
         to_tell = self._has_connector and scheduler.has_finished_requests()
         if not ready and not prompts and not to_tell:
             return None
         view = View(
             decodes=len(decoding),
             ready=[request.num_computed_tokens for request in ready],
-            context=context,
+            context=running.context,
             flying=self._decode_steps,
             prompts=[_prompt(request) for request in prompts],
-            begun=len(chunked),
+            begun=len(running.chunked),
+            further=further,
             free_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
             block_tokens=scheduler.block_size,
         )
@@ -225,38 +227,33 @@ class VllmScheduler:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _decodes(self) -> tuple[set[str], list[Request], int]:
-        """Requests with their prompt behind them: ids of all, those that could go now, tokens of all contexts.
-
-        Who was left out longest comes first.
-        """
+    def _running(self) -> "_Running":
+        """What runs, in one pass: with hundreds of requests this pass is most of what planning costs here."""
         step = self.scheduler.current_step + 1  # what the next call will make of it
-        decoding: set[str] = set()
-        left_out: list[Request] = []
-        others: list[Request] = []
-        context = 0
+        held, found = self._held, _Running()
         for request in self.scheduler.running:
             if request.is_prefill_chunk:
+                found.chunked.append(request)
                 continue
-            decoding.add(request.request_id)
-            context += request.num_computed_tokens
-            if request.next_decode_eligible_step <= step and _has_tokens(request):
-                (left_out if request.request_id in self._held else others).append(request)
-        if left_out:
-            age = {request_id: index for index, request_id in enumerate(self._held)}
-            left_out.sort(key=lambda request: age[request.request_id])
-        return decoding, left_out + others, context
+            found.decoding.add(request.request_id)
+            found.context += request.num_computed_tokens
+            if request.next_decode_eligible_step <= step and _has_tokens(request) and request.request_id not in held:
+                found.ready.append(request)
+        if held:  # who was left out longest comes first
+            left_out = [request for request, _ in held.values() if request.request_id in found.decoding]
+            found.ready[:0] = [r for r in left_out if r.next_decode_eligible_step <= step and _has_tokens(r)]
+        return found
 
-    def _prompts(self, chunked: list[Request]) -> list[Request]:
-        """The next prompts that vLLM would take, in its order."""
+    def _waiting(self) -> tuple[list[Request], int]:
+        """The next prompts that vLLM would begin, in its order, and how many more there is room for."""
         scheduler = self.scheduler
-        prompts = list(chunked)
-        active = self._active()
-        if active < scheduler.max_num_active_reqs:
-            waiting = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
-            room = min(PROMPTS_SEEN, scheduler.max_num_active_reqs - active)
-            prompts += itertools.islice(itertools.chain(scheduler.kv_holding_waiting, waiting), room)
-        return prompts
+        room = scheduler.max_num_active_reqs - self._active()
+        if room <= 0:
+            return [], 0
+        waiting = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
+        shown = min(PROMPTS_SEEN, room)
+        prompts = list(itertools.islice(itertools.chain(scheduler.kv_holding_waiting, waiting), shown))
+        return prompts, min(room, len(scheduler.kv_holding_waiting) + len(waiting)) - len(prompts)
 
     def _hold(self, requests: Iterable[Request]) -> None:
         """Let the next call of `schedule()` leave these decodes out.
@@ -366,6 +363,23 @@ class VllmScheduler:
             compiling.add_done_callback(lambda _: self._wake())
 
 
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """Running requests, sorted.
+
+    Attributes:
+        chunked: those whose prompt is not yet scheduled to its end.
+        decoding: ids of the others.
+        context: tokens of those, in the KV cache or on the way there.
+        ready: those of them that could go now.
+    """
+
+    chunked: list[Request] = dataclasses.field(default_factory=list)
+    decoding: set[str] = dataclasses.field(default_factory=set)
+    context: int = 0
+    ready: list[Request] = dataclasses.field(default_factory=list)
+
+
 def paced(config: VllmConfig) -> bool:
     """Whether vLLM's workers prescribe when a request may decode again."""
     stages = config.parallel_config.pipeline_parallel_size
@@ -391,8 +405,11 @@ def make_policy(name: PolicyName, config: VllmConfig) -> Policy:
 def _has_tokens(request: Request) -> bool:
     """Whether a running request has tokens that no step in flight carries, and may get another one."""
     computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-    if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
-        return False  # async scheduling: its last token is in flight
+    if not placeholders:
+        return bool(request.num_tokens_with_spec > computed)
+    # Async scheduling. Its last token may be in flight.
+    if computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+        return False
     return bool(request.num_tokens_with_spec + placeholders > computed)
 
 
