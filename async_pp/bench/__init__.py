@@ -1,7 +1,7 @@
 """Measurements that anyone can repeat: `python -m async_pp.bench COMMAND`.
 
-`serve` puts this server beside vLLM's own. `pipeline`, in a package of its own, puts the engine beside vLLM's and beside
-what is possible, on ranks that sleep. What follows is about `serve`.
+`serve` puts this server beside vLLM's own. `pipeline`, in a package of its own, puts the engine beside vLLM's and
+beside what is possible, on ranks that sleep. What follows is about `serve`.
 
 What makes the figures comparable: both systems run one after the other in one program on the same cores, with the same
 model folder, the same engine flags, spelled out for both (see `systems`), and the same prompts, sent by vLLM's own load
