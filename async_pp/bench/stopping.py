@@ -5,7 +5,7 @@ A coroutine is cancelled by them instead, and the exception comes when it has en
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ class Stopped(BaseException):
 class _State:
     held = 0
     caught: int | None = None
+    instead: Callable[[], object] | None = None
 
 
 def install() -> None:
@@ -35,17 +36,26 @@ def install() -> None:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted(instead: Callable[[], object] | None = None) -> Iterator[None]:
     """Hold `Stopped` back until the end of the block: for what is made and noted in two steps.
 
+    Args:
+        instead: called when a signal comes, from its handler, also when it came in a block around this one: for an
+            event loop, which would swallow an exception out of nowhere, and can cancel its task.
+
     Raises:
-        Stopped: at the end of the block, when a signal came within it.
+        Stopped: at the end of the block, of the outermost one, when a signal came within it.
     """
+    before = _State.instead
     _State.held += 1
+    _State.instead = instead
     try:
+        if instead is not None and _State.caught is not None:
+            instead()
         yield
     finally:
         _State.held -= 1
+        _State.instead = before
         if not _State.held and _State.caught is not None:
             number, _State.caught = _State.caught, None
             raise Stopped(number)
@@ -56,6 +66,8 @@ def _catch(number: int, _frame: FrameType | None) -> None:
         signal.signal(other, signal.SIG_IGN)
     if _State.held:
         _State.caught = number
+        if _State.instead is not None:
+            _State.instead()
     else:
         raise Stopped(number)
 

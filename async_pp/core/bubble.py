@@ -83,8 +83,7 @@ class StageTime:
         return {cause: value / total if total else 0.0 for cause, value in seconds.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(NamedTuple):
     """A settled step whose times are all known.
 
     Attributes:
@@ -148,11 +147,27 @@ class _Gap:
 
     def cut(self, most: float) -> float:
         """Keep no more than `most` seconds, in the order above. Returns how much of `most` that leaves unexplained."""
-        self.no_work, most = _part(self.no_work, most)
-        self.host, most = _part(self.host, most)
-        self.round_trip, most = _part(self.round_trip, most)
-        self.fill_drain, most = _part(self.fill_drain, most)
-        self.imbalance, most = _part(self.imbalance, most)
+        # One by one and without min(): this runs for every stage of every step.
+        part = self.no_work
+        if part > most:
+            self.no_work = part = most
+        most -= part
+        part = self.host
+        if part > most:
+            self.host = part = most
+        most -= part
+        part = self.round_trip
+        if part > most:
+            self.round_trip = part = most
+        most -= part
+        part = self.fill_drain
+        if part > most:
+            self.fill_drain = part = most
+        most -= part
+        part = self.imbalance
+        if part > most:
+            self.imbalance = part = most
+        most -= part
         return most
 
 
@@ -252,7 +267,8 @@ class Bubbles:
         if step is not None and step.spans[stage] is None:
             step.spans[stage] = began_s, ended_s
             step.missing -= 1
-            self._advance()
+            if not step.missing:
+                self._advance()
 
     def take(self) -> Sequence[Timed]:
         """The steps that have been accounted for since the last call, in dispatch order."""
@@ -304,20 +320,22 @@ class Bubbles:
         times: list[float] = []
         for stage, span in zip(self._stages, step.spans, strict=True):
             assert span is not None
+            since_s = stage.until_s
             # Clocks agree; but a rank that told nonsense must not break the sums.
-            began_s = _between(stage.until_s, span[0], settled_s)
-            ended_s = _between(began_s, span[1], settled_s)
+            began_s = max(since_s, min(span[0], settled_s))
+            ended_s = max(began_s, min(span[1], settled_s))
+            busy_s = ended_s - began_s
             if not times:
-                came_s = self._wait_for_dispatch(gap, step, stage.until_s, began_s)
+                came_s = self._wait_for_dispatch(gap, step, since_s, began_s)
             else:
-                came_s = _between(stage.until_s, came_s, began_s)
-                self._wait_for_stage(gap, step, came_s - stage.until_s)
+                came_s = max(since_s, min(came_s, began_s))
+                self._wait_for_stage(gap, step, came_s - since_s)
                 step.transit_s += began_s - came_s
             gap.round_trip += began_s - came_s
             trips_s += began_s - came_s
-            stage.add(gap, ended_s - began_s)
+            stage.add(gap, busy_s)
             stage.until_s = came_s = ended_s
-            times.append(ended_s - began_s)
+            times.append(busy_s)
         return Timed(step.tag, tuple(times), trips_s + max(0.0, step.answered_s - came_s))
 
     def _wait_for_dispatch(self, gap: _Gap, step: _Step, since_s: float, began_s: float) -> float:
@@ -328,8 +346,8 @@ class Bubbles:
         awaited_s = _between(since_s, ended_s, began_s)
         enabled_s = _between(awaited_s, step.enabled_s, began_s)
         dispatched_s = _between(enabled_s, step.dispatched_s, began_s)
-        transit_s, left = _part(transit_s, awaited_s - since_s)
-        gap.no_work, gap.imbalance = self._split(left, step.before)
+        transit_s = min(transit_s, awaited_s - since_s)
+        gap.no_work, gap.imbalance = self._split(awaited_s - since_s - transit_s, step.before)
         gap.round_trip = transit_s + (enabled_s - awaited_s)
         gap.host = dispatched_s - enabled_s
         return dispatched_s
@@ -337,6 +355,8 @@ class Bubbles:
     def _wait_for_stage(self, gap: _Gap, step: _Step, waited_s: float) -> None:
         """Turn the gap of the stage before into the explanation of `waited_s` seconds on this one."""
         left = gap.cut(waited_s)
+        if not left:
+            return
         if step.first_after is not None:
             gap.fill_drain += left
         else:
@@ -358,9 +378,3 @@ class Bubbles:
 def _between(low: float, value: float, high: float) -> float:
     """`value` within bounds; `low` where the bounds are the wrong way round."""
     return max(low, min(value, high))
-
-
-def _part(explained: float, left: float) -> tuple[float, float]:
-    """What of `explained` fits into `left`, and what is left then."""
-    part = min(explained, left)
-    return part, left - part

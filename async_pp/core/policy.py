@@ -16,8 +16,8 @@ predicted time of its decodes, whose attention grows with their context, has rea
 
 Prompts are taken in chunks of equal time. While decodes run, a step's chunk may take as long as its cohort of decodes,
 so that no round is more than twice as long as without prompts. With no decodes, W seconds of prompts (per stage) are
-spread over n steps, which end after (n + P - 1)·(α + W/n): shortest for n = sqrt((P - 1)·W/α), that is chunks of
-sqrt(W·α/(P - 1)) seconds.
+spread over n steps, which end after (n + P - 1)·(α + β + W/n): shortest for n = sqrt((P - 1)·W/(α + β)), that is
+chunks of sqrt(W·(α + β)/(P - 1)) seconds.
 """
 
 import math
@@ -43,8 +43,8 @@ MOST_PORTIONS = 8
 PROMPT_SHARE = 0.5
 """Time that prompts may add to a step, as a share of what a cohort of decodes takes."""
 
-EVENNESS = 0.85
-"""Prompts are spread over as many steps as stages when the best number would not take less than this share of that."""
+NEARLY_BEST = 0.85
+"""Prompts are spread over one step, or as many as stages, unless the best number takes less than this share of that."""
 
 NEARLY = 1.25
 """A prompt that takes up to so many times what is left of a step is not cut."""
@@ -324,8 +324,8 @@ class Balanced:
             budget_s = max(line.step, level_s - line.of(Size(decodes, decodes, decodes * average)))
         else:
             self._wave_s = max(self._wave_s, pending_s)
-            portions = self._portions(line, self._wave_s)
-            budget_s = self._wave_s / portions
+            portions = self._portions(line, self._wave_s - line.sequence, len(view.prompts))
+            budget_s = line.sequence + (self._wave_s - line.sequence) / portions
             if portions == self.stages:
                 ending = -(-(view.decodes + len(view.prompts)) // self.stages)
         tokens = 0
@@ -342,19 +342,24 @@ class Balanced:
                 break
         return max(1, tokens)
 
-    def _portions(self, line: Line, pending_s: float) -> float:
-        """Steps that prompts are spread over when no decode runs: the best number, or P where that is nearly as good.
+    def _portions(self, line: Line, pending_s: float, prompts: int) -> float:
+        """Steps that prompts are spread over when no decode runs: the best number, or one that is nearly as good: 1
+        cuts nothing, and with P the cohorts of decodes that follow are even from the start.
 
-        With as many steps as stages, the cohorts of decodes that follow are even from the start.
+        Args:
+            line: the slowest stage.
+            pending_s: what all prompts take of it, without what each step costs in any case.
+            prompts: how many they are.
         """
         others = self.stages - 1
-        if others * pending_s <= line.step:
+        step_s = line.step + line.sequence
+        if others * pending_s <= step_s:
             return 1
-        shortest_s = (math.sqrt(pending_s) + math.sqrt(others * line.step)) ** 2
-        even_s = (self.stages + others) * (line.step + pending_s / self.stages)
-        if even_s * EVENNESS <= shortest_s:
-            return self.stages
-        return math.sqrt(others * pending_s / line.step) if line.step else MOST_PORTIONS * self.stages
+        shortest_s = (math.sqrt(pending_s) + math.sqrt(others * step_s)) ** 2
+        for portions in (self.stages, 1) if prompts > 1 else (1, self.stages):
+            if (portions + others) * (step_s + pending_s / portions) * NEARLY_BEST <= shortest_s:
+                return portions
+        return math.sqrt(others * pending_s / step_s) if step_s else MOST_PORTIONS * self.stages
 
 
 def _seconds(line: Line, prompt: Prompt, tokens: int) -> float:

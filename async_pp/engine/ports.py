@@ -1,14 +1,16 @@
-"""What the coroutines need of a scheduler, whoever provides it.
+"""What the coroutines need of a scheduler and of a rank set, whoever provides them.
 
-vLLM's scheduler stands behind it in the engine; tests and simulations put a small one there.
+In the engine vLLM's scheduler and rank processes stand behind them; tests and simulations put others there.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_pp.core.fit import Size
 from async_pp.core.gather import Scope
+from async_pp.wire.messages import SampleMode
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,34 @@ class SchedulerPort(Protocol):
     def timed(self, plan: Plan, times: StepTimes) -> None:
         """All times of a settled step are known. Once per step in dispatch order, several steps after its settle; not
         at all for a step whose ranks did not tell theirs."""
+
+
+class LayoutPort(Protocol):
+    """How many ranks and stages there are, and which rank answers with the sampled tokens."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def output_rank(self) -> int: ...
+
+
+class ExecutorPort(Protocol):
+    """A started rank set of one epoch. Called on the loop's thread only."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def layout(self) -> LayoutPort: ...
+
+    def execute(
+        self, step: int, work: Any, *, grammar: Any, sample: SampleMode, scope: Scope
+    ) -> Sequence[tuple[int, asyncio.Future[Any]]]:
+        """Send a step. Returns rank and future of each answer that will come."""
+
+    def release(self, step: int, grammar: Any) -> None:
+        """Send the deferred sampling of a step."""

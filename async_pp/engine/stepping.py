@@ -15,9 +15,8 @@ from typing import Any
 
 from async_pp.core.bubble import Bubbles, StageTime
 from async_pp.core.pipeline import Dispatch, Effect, EndEpoch, FreeSlot, Pipeline, Release, Settle, Step
-from async_pp.engine.executor import RankExecutor
 from async_pp.engine.planner import Planner
-from async_pp.engine.ports import Plan, SchedulerPort, StepTimes
+from async_pp.engine.ports import ExecutorPort, Plan, SchedulerPort, StepTimes
 from async_pp.engine.settler import Settler
 from async_pp.errors import first_of
 from async_pp.wire.messages import SPANS, SampleMode
@@ -46,7 +45,7 @@ class Stepping:
     def __init__(
         self,
         scheduler: SchedulerPort,
-        executor: RankExecutor,
+        executor: ExecutorPort,
         *,
         depth: int,
         emit: Callable[[Sequence[Any]], None],

@@ -78,3 +78,27 @@ def test_a_coroutine_that_is_let_be_returns_its_value():
         return await asyncio.sleep(0, "done")
 
     assert run_coroutine(work()) == "done"
+
+
+def test_a_block_may_be_told_at_once_also_of_a_signal_before_it():
+    told = []
+
+    def make():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with uninterrupted(lambda: told.append("late")):
+                told.append("inside")
+
+    with pytest.raises(Stopped):
+        make()
+    assert told == ["late", "inside"]
+    install()
+
+    def make_again():
+        with uninterrupted(lambda: told.append("at once")):
+            os.kill(os.getpid(), signal.SIGINT)
+            told.append("after")
+
+    with pytest.raises(Stopped):
+        make_again()
+    assert told[2:] == ["at once", "after"]

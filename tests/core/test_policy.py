@@ -123,9 +123,14 @@ def test_a_burst_is_admitted_in_as_many_steps_as_stages() -> None:
 
 
 def test_a_long_prompt_is_cut_for_the_shortest_way_through_the_pipe() -> None:
-    """n = sqrt((P - 1)·W/α) chunks."""
+    """n = sqrt((P - 1)·W/(α + β)) chunks."""
     tokens = taught().limits(View(0, [], prompts=[Prompt(0, 4000)])).prompt_tokens
-    assert tokens == pytest.approx(4000 / (7 * 0.401 / 0.004) ** 0.5, rel=0.1)
+    assert tokens == pytest.approx(4000 / (7 * 0.4 / 0.005) ** 0.5, rel=0.1)
+
+
+def test_a_prompt_is_not_cut_where_that_gains_little() -> None:
+    assert taught().limits(View(0, [], prompts=[Prompt(0, 16)])).prompt_tokens == 16
+    assert taught(stages=1).limits(View(0, [], prompts=[Prompt(0, 4000)])).prompt_tokens == 4000
 
 
 def test_chunks_shrink_as_the_prefix_grows() -> None:
