@@ -11,6 +11,7 @@ from typing import Any, get_args
 from async_pp.bench.pipeline.loads import Conditions, Load, find, names
 from async_pp.bench.pipeline.surroundings import measuring
 from async_pp.bench.settings import check_file
+from async_pp.bench.stopping import uninterrupted
 from async_pp.core.policy import PolicyName
 from async_pp.errors import ConfigError
 from async_pp.models import ensure_tiny
@@ -72,8 +73,8 @@ def run(args: Namespace, tell: Tell) -> str:
             tell(f"{load.name}: {load.note}")
     with measuring():
         tell("importing vLLM")
-        from async_pp.bench.pipeline import session
-
+        with uninterrupted():  # an exception out of nowhere, halfway through an import, is taken for something else
+            from async_pp.bench.pipeline import session
         rounds = session.run(chosen, model, tell)
     from async_pp.bench.pipeline import report
 
