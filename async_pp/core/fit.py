@@ -19,9 +19,9 @@ MEMORY = 32
 FRESH = 16
 """Steps after which the coefficients are computed anew; a kind not seen before has them computed at once."""
 
-RIDGE = 1e-7
-"""Weight of small coefficients against small errors: decides only what the steps seen so far leave open."""
-
+RIDGES = (0.0, 1e-3, 1e-4, 1e-2)
+"""Weight of each coefficient against the error. They decide what the steps seen so far leave open: time that may be
+fixed is taken for fixed, and attention is not blamed for what tokens explain."""
 
 RESOLUTION_S = 1e-9
 """Of a clock: times that are not longer say nothing."""
@@ -138,7 +138,7 @@ def _line(rows: Sequence[tuple[Sequence[float], float]]) -> Line:
     # A coefficient that comes out negative is left out, the most negative first: at most three times, since all
     # features and times are positive.
     while True:
-        solved = _least_squares([[row[j] for j in kept] for row in relative])
+        solved = _least_squares([[row[j] for j in kept] for row in relative], [RIDGES[j] for j in kept])
         worst = min(range(len(kept)), key=solved.__getitem__)
         if solved[worst] >= 0:
             break
@@ -149,13 +149,12 @@ def _line(rows: Sequence[tuple[Sequence[float], float]]) -> Line:
     return Line(*found)
 
 
-def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """x that makes rows · x closest to ones, by the normal equations, with a small ridge."""
+def _least_squares(rows: Sequence[Sequence[float]], ridges: Sequence[float]) -> list[float]:
+    """x that makes rows · x closest to ones, by the normal equations, with a ridge in proportion to each column."""
     width = len(rows[0])
     matrix = [[sum(row[i] * row[j] for row in rows) for j in range(width)] for i in range(width)]
-    ridge = RIDGE * sum(matrix[i][i] for i in range(width)) / width
     for i in range(width):
-        matrix[i][i] += ridge
+        matrix[i][i] *= 1 + ridges[i]
         matrix[i].append(sum(row[i] for row in rows))
     for i in range(width):  # symmetric and positive definite: no pivoting is needed
         for k in range(i + 1, width):

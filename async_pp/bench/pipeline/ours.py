@@ -6,6 +6,7 @@ from pathlib import Path
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_pp.bench import BenchFailed
+from async_pp.bench.devices import policy_of
 from async_pp.bench.pipeline.engines import Client, arguments
 from async_pp.bench.pipeline.loads import WARM_UP
 from async_pp.bench.pipeline.measured import Measured
@@ -26,9 +27,10 @@ async def measure(settings: Settings, folder: Path, tell: Tell) -> list[Measured
         BenchFailed: the engine or a request failed.
     """
     args = AsyncEngineArgs(**arguments(folder, settings.stages))
+    policy = policy_of(settings.policy, len(settings.stages))
     found: list[Measured] = []
     try:
-        async with AsyncPPEngine.from_engine_args(args, policy=settings.policy) as engine:
+        async with AsyncPPEngine.from_engine_args(args, policy=policy) as engine:
             client = Client(engine)
             await client.run(WARM_UP)
             for load in settings.loads:

@@ -17,13 +17,13 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 from async_pp.bench import BenchFailed, stopping, virtual
+from async_pp.bench.devices import policy_of
 from async_pp.bench.simulate import requests, stages
 from async_pp.bench.simulate.core import Limits, engine_core
 from async_pp.bench.simulate.ranks import TOKEN, SimulatedRanks
 from async_pp.bench.simulate.report import Host, Row, percentile
 from async_pp.bench.simulate.settings import Settings
 from async_pp.core.bubble import StageTime
-from async_pp.core.policy import Balanced, FillFirst, Policy, PolicyName
 from async_pp.engine.ports import Plan, StepTimes
 from async_pp.engine.stepping import Stepping
 from async_pp.engine.vllm_seam.scheduler import VllmScheduler
@@ -54,11 +54,6 @@ def _simulate(chosen: Settings, pp: int, tell: Tell) -> Row:
         except virtual.Deadlock as error:
             raise BenchFailed(f"PP {pp}: {simulation.clients.story}: {error}") from error
     return simulation.row(time.monotonic() - began)
-
-
-def policy(name: PolicyName, stages: int) -> Policy:
-    """The micro-batch policy by its name, for stages that share no device."""
-    return Balanced(stages, ahead=True) if name == "balanced" and stages > 1 else FillFirst()
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class _Simulation:
             self._core,
             wake=lambda: stepping.wake(),
             emit=clients.take,
-            policy=policy(chosen.policy, self._pp),
+            policy=policy_of(chosen.policy, self._pp),
             clock=loop.time,
         )
         metered = self._scheduler = _Metered(scheduler)
