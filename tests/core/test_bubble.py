@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_pp.core.bubble import Bubbles, StageTime
+from async_pp.core.bubble import Bubbles, StageTime, _Gap
 
 
 class Pipe:
@@ -195,6 +195,17 @@ def test_steps_without_spans_are_forgotten_and_their_time_with_them() -> None:
         for stage in range(2):
             bubbles.span(stage, number, number, number + 1)
     assert [tuple(stage) for stage in bubbles.snapshot(50.0).stages] == [(3, 0, 0, 0, 0, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("most", "kept", "left"), [(0, (0, 0, 0, 0, 0), 0), (4, (1, 2, 1, 0, 0), 0), (99, (1, 2, 3, 4, 5), 84)]
+)
+def test_what_one_stage_hands_on_explains_no_more_than_the_next_one_waited(
+    most: float, kept: tuple[float, ...], left: float
+) -> None:
+    gap = _Gap(no_work=1, host=2, round_trip=3, fill_drain=4, imbalance=5)
+    assert gap.cut(most) == left
+    assert (gap.no_work, gap.host, gap.round_trip, gap.fill_drain, gap.imbalance) == kept
 
 
 delays = st.floats(0, 10)
