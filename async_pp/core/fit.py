@@ -81,12 +81,15 @@ class Fit:
 
     Attributes:
         total, slowest: coefficients of all stages together and of the slowest one; None before the first step.
+        varied: whether steps of different numbers of sequences have been seen. Before that nothing tells the fixed part
+            of a step from that of a sequence.
     """
 
     def __init__(self, stages: int) -> None:
         self._means = [0.0] * stages  # smoothed time of each stage: says which is the slowest
         self._kinds: dict[tuple[int, int], _Kind] = {}
         self._since = 0
+        self.varied = False
         self.total: Line | None = None
         self.slowest: Line | None = None
 
@@ -97,6 +100,7 @@ class Fit:
         key = (int(size.sequences).bit_length(), int(size.tokens).bit_length())
         kind = self._kinds.get(key)
         if kind is None:
+            self.varied = self.varied or any(sequences != key[0] for sequences, _ in self._kinds)
             kind = self._kinds[key] = _Kind()
             self._since = FRESH
         kind.add((1.0, size.sequences, size.tokens, size.attention), sum(stages), slowest)
@@ -126,14 +130,14 @@ class _Kind:
 
 def _line(rows: Sequence[tuple[Sequence[float], float]]) -> Line:
     """Non-negative coefficients with the least squared relative error. `rows`: features and seconds of each kind."""
+    rows = [(features, seconds) for features, seconds in rows if seconds > RESOLUTION_S]
+    if not rows:
+        return Line(0.0, 0.0, 0.0, 0.0)
     scales = [max(features[j] for features, _ in rows) for j in range(4)]
     relative = [
         [x / scale / seconds if scale else 0.0 for x, scale in zip(features, scales, strict=True)]
         for features, seconds in rows
-        if seconds > RESOLUTION_S
     ]
-    if not relative:
-        return Line(0.0, 0.0, 0.0, 0.0)
     kept = [j for j in range(4) if scales[j]]
     # A coefficient that comes out negative is left out, the most negative first: at most three times, since all
     # features and times are positive.

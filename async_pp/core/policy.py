@@ -267,7 +267,7 @@ class Balanced:
             cohorts = self._measured.wanted(decodes)
             return _Split(cohorts, math.ceil(decodes / cohorts))
         total, slowest = self._fit.total, self._fit.slowest
-        if self.paced or total is None or slowest is None:
+        if self.paced or not self._fit.varied or total is None or slowest is None:
             return _Split(self.stages, math.ceil(decodes / self.stages))
         if fresh or decodes not in self._splits:
             self._splits[decodes] = self._fastest(decodes, context, fresh, total, slowest)

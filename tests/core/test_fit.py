@@ -93,6 +93,13 @@ def test_a_time_that_no_batch_changes_is_all_fixed() -> None:
     assert fit.slowest.of(Size(64, 64, 1e5)) == pytest.approx(0.010, rel=0.02)
 
 
+def test_steps_vary_when_their_sequences_do() -> None:
+    fit = Fit(1)
+    for size, varied in ((Size(1, 1), False), (Size(1, 300), False), (Size(4, 4), True), (Size(1, 2), True)):
+        fit.add(size, [0.010])
+        assert fit.varied is varied
+
+
 def test_no_time_at_all() -> None:
     fit = fitted(Line(0.0, 0.0, 0.0, 0.0), VARIED)
     assert fit.total == Line(0.0, 0.0, 0.0, 0.0)

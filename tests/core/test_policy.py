@@ -86,6 +86,14 @@ def test_a_fresh_start_takes_the_fewest_cohorts_of_equals_and_a_running_one_stay
     assert policy.split(32).cohorts == 1, "what was chosen stays"
 
 
+def test_one_size_of_steps_says_nothing_about_others() -> None:
+    """All in one cohort look the same whether the batch costs or not: to know, there must be another size."""
+    policy = Balanced(4)
+    for _ in range(64):
+        policy.timed(Size(16, 16), [0.020] * 4, 0.001, 0.001)
+    assert policy.limits(decodes(16, 16)).decodes == 4
+
+
 def test_deep_pipes_compare_the_likely_numbers_only() -> None:
     assert taught(stages=64).split(256).cohorts == 64
 
