@@ -39,7 +39,7 @@ def test_even_decodes_fill_the_pipeline_the_same_way_each_time(tmp_path, capsys)
     for row in first:
         assert row["empty_steps"] == 0
         assert 0.9 < row["ratio"] <= 1.01
-        assert row["sequences_per_step"] == pytest.approx(8, rel=0.05)
+        assert row["sequences_per_step"] == pytest.approx(8, rel=0.1)
     assert capsys.readouterr().out.count("\n") == 6
 
 
