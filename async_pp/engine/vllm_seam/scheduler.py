@@ -155,44 +155,17 @@ class VllmScheduler:
     # -- SchedulerPort -------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
-        """One call of vLLM's scheduler, or none at all when nothing could run."""
-        scheduler = self.scheduler
-        if scheduler.pause_state == PauseState.PAUSED_ALL:
+        """The next step, or None when nothing could run."""
+        if self.scheduler.pause_state == PauseState.PAUSED_ALL:
             return None
-        self._let_go()
-        running = self._running()
-        waiting, further = self._waiting()
-        prompts = running.chunked + waiting
-        if not running.ready and not prompts and self._paced and self._pass_counts():
-            running = self._running()
-        ready, decoding = running.ready, running.decoding
-        to_tell = self._has_connector and scheduler.has_finished_requests()
-        if not ready and not prompts and not to_tell:
-            return None
-        view = View(
-            decodes=len(decoding),
-            ready=[request.num_computed_tokens for request in ready],
-            context=running.context,
-            flying=self._decode_steps,
-            prompts=[_prompt(request) for request in prompts],
-            begun=len(running.chunked),
-            further=further,
-            free_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
-            block_tokens=scheduler.block_size,
-        )
-        limits = self.policy.limits(view)
-        if not limits.decodes and not (prompts and limits.prompt_tokens) and not to_tell:
-            return None
-        self._hold(ready[limits.decodes :])
-        output = self._schedule(limits)
-        if not output.total_num_scheduled_tokens and not self._has_connector:
-            self._carried = output if self._carried is None else _merged(self._carried, output)
-            self._skipped += self._paced
-            self._settle_empty(output)
-            return None
-        if self._carried is not None:
-            output, self._carried = _merged(self._carried, output), None
-        return self._planned(output, decoding)
+        changed = True
+        while changed:
+            plan, changed = self._attempt()
+            if plan is not None:
+                return plan
+            # With nothing in flight nobody would ask again, so what could go now must be found now.
+            changed = changed or (self._paced and self._pass_counts())
+        return None
 
     def bitmask(self, plan: Plan) -> Any:
         """The grammar bitmask of a step, or None when it has no structured output."""
@@ -226,6 +199,45 @@ class VllmScheduler:
         self.scheduler.shutdown()
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _attempt(self) -> tuple[Plan | None, bool]:
+        """One call of vLLM's scheduler, or none at all when nothing could run.
+
+        Returns the step, if there is one, and whether another attempt may find one where this did not: a call that
+        preempts takes no waiting request, and may have preempted the very request that it was to take.
+        """
+        scheduler = self.scheduler
+        self._let_go()
+        running = self._running()
+        waiting, further = self._waiting()
+        ready, prompts = running.ready, running.chunked + waiting
+        to_tell = self._has_connector and scheduler.has_finished_requests()
+        if not ready and not prompts and not to_tell:
+            return None, False
+        view = View(
+            decodes=len(running.decoding),
+            ready=[request.num_computed_tokens for request in ready],
+            context=running.context,
+            flying=self._decode_steps,
+            prompts=[_prompt(request) for request in prompts],
+            begun=len(running.chunked),
+            further=further,
+            free_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
+            block_tokens=scheduler.block_size,
+        )
+        limits = self.policy.limits(view)
+        if not limits.decodes and not (prompts and limits.prompt_tokens) and not to_tell:
+            return None, False
+        self._hold(ready[limits.decodes :])
+        output = self._schedule(limits)
+        if not output.total_num_scheduled_tokens and not self._has_connector:
+            scheduler.current_step -= 1  # workers count what they get
+            self._carried = output if self._carried is None else _merged(self._carried, output)
+            self._settle_empty(output)
+            return None, bool(output.preempted_req_ids)
+        if self._carried is not None:
+            output, self._carried = _merged(self._carried, output), None
+        return self._planned(output, running.decoding), False
 
     def _running(self) -> "_Running":
         """What runs, in one pass: with hundreds of requests this pass is most of what planning costs here."""
@@ -272,15 +284,24 @@ class VllmScheduler:
             request.next_decode_eligible_step = eligible_step
 
     def _pass_counts(self) -> bool:
-        """Where only vLLM's count of steps keeps decodes back, count on to the first one. Returns whether it did.
+        """Where only vLLM's count of steps keeps running requests back, count on to the first of them.
 
         As with vLLM's own empty steps, no more than P counts lie between the oldest step in flight and the next one.
+        While steps are in flight, requests that something else keeps back are waited for: the next settle asks again.
+        A request that was preempted keeps its count, so that its prompt may be kept back as well.
+
+        Returns whether another attempt may find a step now.
         """
         scheduler = self.scheduler
-        going = [r.next_decode_eligible_step for r in scheduler.running if not r.is_prefill_chunk and _has_tokens(r)]
-        if not going or (self._counts and min(going) - self._counts[0] > self._stages):
+        self._let_go()
+        going = [request.next_decode_eligible_step for request in scheduler.running if _has_tokens(request)]
+        kept_back = [step for step in going if step > scheduler.current_step + 1]
+        if not kept_back:
             return False
-        passed = max(0, min(going) - (scheduler.current_step + 1))
+        first = min(kept_back)
+        if self._counts and (len(kept_back) < len(going) or first - self._counts[0] > self._stages):
+            return False
+        passed = first - (scheduler.current_step + 1)
         scheduler.current_step += passed
         self._skipped += passed
         return True
