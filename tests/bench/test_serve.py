@@ -128,7 +128,7 @@ def test_a_rank_that_dies_under_load_is_a_failure_and_leaves_nothing(tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_stops_the_server_too(number):
     with Bench("--against", "none") as bench:
         bench.wait_for("PP 2: starting")

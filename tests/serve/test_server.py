@@ -209,8 +209,8 @@ def test_signal_while_vllm_is_imported():
     "argv,words",
     [
         (["tiny", "--max-model-len", "100000000"], "max_model_len"),
-        (["tiny", "--chat-template", "/no/such.jinja"], "/no/such.jinja"),
-        (["tiny", "--enable-auto-tool-choice"], "--tool-call-parser"),
+        pytest.param(["tiny", "--chat-template", "/no/such.jinja"], "/no/such.jinja", marks=pytest.mark.slow),
+        pytest.param(["tiny", "--enable-auto-tool-choice"], "--tool-call-parser", marks=pytest.mark.slow),
     ],
 )
 def test_what_only_vllm_can_judge_is_one_line_and_exit_code_1(argv, words):

@@ -100,7 +100,7 @@ def requests_of(request_tokens):
     return {request_id.partition("-")[0] for request_id in request_tokens}
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 async def test_the_cadence_is_kept(started, stages):
     async with started(stages) as engine:
         clients = Clients(engine, stages)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from async_pp.core.policy import Balanced, Policy, PolicyName
 from async_pp.models import resolve_model
 from tests.vllm.cases import BASE, GROUPS, PLAIN, Case, Group
 from tests.vllm.drive import checksum, differences, run_case
@@ -29,15 +30,24 @@ def expected(group: Group, model: Path) -> dict[str, Any]:
     return cases
 
 
-async def compare(group: Group, cases: tuple[Case, ...], scratch: Path, **parallel: int) -> None:
-    """Run cases of a group on one engine of the given parallel sizes; fail with every difference there is."""
+async def compare(
+    group: Group,
+    cases: tuple[Case, ...],
+    scratch: Path,
+    policies: tuple[PolicyName | Policy, ...] = ("balanced",),
+    **parallel: int,
+) -> None:
+    """Run cases of a group on one engine of the given parallel sizes, by each policy; fail with every difference."""
     model = Path(resolve_model(group.model))
     want = expected(group, model)
     found: list[str] = []
     async with engine(model, **group.engine_args, **parallel) as running:
-        for case in cases:
-            waves, facts = await run_case(running, case, model, scratch)
-            found += differences(case, waves, want[case.name], facts)
+        for policy in policies:
+            running.use_policy(policy)
+            await running.reset_prefix_cache()
+            for case in cases:
+                waves, facts = await run_case(running, case, model, scratch)
+                found += [f"{running.policy}: {line}" for line in differences(case, waves, want[case.name], facts)]
     assert not found, "\n".join(found)
 
 
@@ -47,6 +57,13 @@ async def compare(group: Group, cases: tuple[Case, ...], scratch: Path, **parall
 async def test_tiny_model(name: str, stages: int, tmp_path: Path) -> None:
     group = GROUPS[name]
     await compare(group, group.cases, tmp_path, pipeline_parallel_size=stages)
+
+
+@pytest.mark.timeout(120)
+async def test_every_policy(tmp_path: Path) -> None:
+    """Also the form of the default one for stages with a device each, which a CPU does not get by itself."""
+    policies = ("fill-first", Balanced(2, ahead=True))
+    await compare(BASE, BASE.cases, tmp_path, policies, pipeline_parallel_size=2)
 
 
 @pytest.mark.timeout(120)
