@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def started(monkeypatch):
-    """Return an engine with sleeping ranks and vLLM's AsyncScheduler, not started; its context manager is the engine."""
+    """Return a context manager: a running engine with so many sleeping ranks and vLLM's AsyncScheduler."""
     from contextlib import asynccontextmanager
 
     from vllm.config import VllmConfig
@@ -41,7 +41,9 @@ def started(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setattr(client, "make_config", with_async_scheduling)
     # Decides by the resolved value, since resolving refuses the runner without a GPU.
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda of: bool(of.scheduler_config.async_scheduling)))
+    monkeypatch.setattr(
+        VllmConfig, "use_v2_model_runner", property(lambda of: bool(of.scheduler_config.async_scheduling))
+    )
 
     @asynccontextmanager
     async def engine(stages):
@@ -94,10 +96,6 @@ class Clients:
         return first
 
 
-def requests_of(request_tokens):
-    return {request_id.partition("-")[0] for request_id in request_tokens}
-
-
 @pytest.mark.parametrize("stages", [2, 4])
 async def test_the_cadence_is_kept(started, stages):
     async with started(stages) as engine:
@@ -139,14 +137,15 @@ async def chunked(clients):
 
 async def aborted(clients):
     """Some clients leave while their steps are in flight; the others are answered."""
-    asks = [asyncio.create_task(clients.ask(1000)) for _ in range(clients.stages)]
-    others = asyncio.create_task(clients.all(*(clients.ask(30) for _ in range(3))))
-    await asyncio.sleep(0.05)
-    for ask in asks:
-        ask.cancel()
-    await asyncio.wait(asks)
-    await others
-    assert len(await clients.all(clients.ask(5))) >= 5
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        leaving = [tasks.create_task(clients.ask(1000)) for _ in range(clients.stages)]
+        for _ in range(3):
+            tasks.create_task(clients.ask(30))
+        await asyncio.sleep(0.05)
+        for ask in leaving:
+            ask.cancel()
+    await clients.steps()
+    assert len(await clients.all(clients.ask(5))) == 5
 
 
 async def paused(clients):
