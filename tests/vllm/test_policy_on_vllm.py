@@ -275,3 +275,86 @@ def test_every_request_ends_the_same_way_each_time(cores, policy, paced, order):
             for _ in range(2 if seed == 0 else 1)
         ]
         assert again[0].story == again[-1].story
+
+
+@pytest.mark.parametrize("policy", ["paced", "fill-first"])
+def test_one_request_has_two_steps_in_flight_and_none_is_empty(cores, policy):
+    async def alone(rig):
+        rig.add("one", 5, 10)
+
+    rig = run(cores(4, paced=True), make_policy(policy, 4), alone)
+    assert [skipped for _, skipped, _ in rig.story] == [0, *[3] * 9]
+
+
+@pytest.mark.parametrize("policy", ["paced", "fill-first"])
+def test_a_prompt_that_finds_no_memory_does_not_stop_the_decode_that_holds_it(cores, policy):
+    """Only the count keeps the decode back, and the prompt is offered in vain: with nothing in flight nobody asks again."""
+
+    async def two(rig):
+        rig.add("first", 32, 24)
+        await asyncio.sleep(0.05)
+        rig.add("second", 50, 4)
+
+    rig = run(cores(4, paced=True, blocks=18), make_policy(policy, 4), two)
+    carried = [{name for name, _ in requests} for _, _, requests in rig.story]
+    assert carried == [{"first"}] * 24 + [{"second"}] * (len(carried) - 24)
+
+
+def test_the_prompt_of_a_request_that_decoded_before_waits_for_its_count_alone(cores):
+    from vllm.v1.core.sched.interface import PauseState
+
+    async def forgotten(rig):
+        rig.add("one", 45, 15)
+        await asyncio.sleep(0.1)
+        rig.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        await rig.stepping.idle()
+        rig.core.scheduler.reset_prefix_cache(True)
+        rig.core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        rig.stepping.wake()
+
+    rig = run(cores(4, paced=True), make_policy("fill-first", 4), forgotten)
+    (again,) = (place for place, (_, _, requests) in enumerate(rig.story) if place and requests == (("one", 48),))
+    assert rig.story[again + 1][2][0][1] > 1, "its prompt is too long for one step"
+
+
+class OneAtATime:
+    """A caller's own policy: one decode in flight."""
+
+    name = "one at a time"
+
+    def limits(self, view):
+        from async_pp.core.policy import Limits
+
+        return Limits(0 if view.flying else len(view.ready[:1]))
+
+    def settled(self, tokens, prompt_tokens, now_s):
+        """Nothing is learned."""
+
+    def timed(self, size, stages, round_trip_s, host_s):
+        """Nothing is learned."""
+
+
+def test_a_decode_that_preempts_itself_lets_the_others_go_on(cores):
+    """It was left out and goes first, finds no block, and is the youngest: the step is empty with nothing in flight."""
+
+    async def two(rig):
+        rig.add("older", 32, 8)
+        rig.add("younger", 32, 8)
+
+    run(cores(2, blocks=18), OneAtATime(), two)
+
+
+def test_pausing_keeps_what_waits_and_lets_the_others_end(cores):
+    from vllm.v1.core.sched.interface import PauseState
+
+    async def paused(rig):
+        for number in range(12):
+            rig.add(str(number), 7, 5)
+        await asyncio.sleep(0.001)
+        rig.core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        await asyncio.sleep(5)
+        assert len(rig.left) == 6
+        rig.core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        rig.stepping.wake()
+
+    run(cores(4, paced=True), make_policy("paced", 4), paused)
