@@ -113,19 +113,20 @@ class Fit:
 
 
 class _Kind:
-    """Means over the latest steps of one kind."""
+    """Means over the latest steps of one kind. Its first step, which is often a cold one, goes when there is another."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.seen = 0
         self.features = [0.0] * 4
         self.total = 0.0
         self.slowest = 0.0
 
     def add(self, features: Sequence[float], total: float, slowest: float) -> None:
-        self.count = min(MEMORY, self.count + 1)
-        self.features = [mean + (x - mean) / self.count for mean, x in zip(self.features, features, strict=True)]
-        self.total += (total - self.total) / self.count
-        self.slowest += (slowest - self.slowest) / self.count
+        self.seen += 1
+        over = min(MEMORY, max(1, self.seen - 1))
+        self.features = [mean + (x - mean) / over for mean, x in zip(self.features, features, strict=True)]
+        self.total += (total - self.total) / over
+        self.slowest += (slowest - self.slowest) / over
 
 
 def _line(rows: Sequence[tuple[Sequence[float], float]]) -> Line:

@@ -93,6 +93,14 @@ def test_a_time_that_no_batch_changes_is_all_fixed() -> None:
     assert fit.slowest.of(Size(64, 64, 1e5)) == pytest.approx(0.010, rel=0.02)
 
 
+def test_a_cold_first_step_is_not_remembered() -> None:
+    fit = Fit(1)
+    for seconds in (0.500, *[0.010] * FRESH):
+        fit.add(Size(1, 8), [seconds])
+    assert fit.slowest is not None
+    assert fit.slowest.of(Size(1, 8)) == pytest.approx(0.010)
+
+
 def test_steps_vary_when_their_sequences_do() -> None:
     fit = Fit(1)
     for size, varied in ((Size(1, 1), False), (Size(1, 300), False), (Size(4, 4), True), (Size(1, 2), True)):
