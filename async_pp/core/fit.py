@@ -113,7 +113,7 @@ class Fit:
 
 
 class _Kind:
-    """Means over the latest steps of one kind. Its first step, which is often a cold one, goes when there is another."""
+    """Means over the latest steps of one kind. The first, often a cold one, is dropped when there is another."""
 
     def __init__(self) -> None:
         self.seen = 0

@@ -12,7 +12,7 @@ from async_pp.engine.ports import SchedulerPort
 
 
 class Settler:
-    """Settles steps.
+    """Settles steps. The streams are told apart from that: the next step shall be planned before outputs are processed.
 
     Args:
         scheduler: takes the answers.
@@ -22,9 +22,14 @@ class Settler:
     def __init__(self, scheduler: SchedulerPort, emit: Callable[[Sequence[Any]], None]) -> None:
         self._scheduler = scheduler
         self._emit = emit
+        self._untold: list[Any] = []
 
     def settle(self, step: Step) -> None:
         """Settle one gathered step."""
-        outputs = self._scheduler.settle(step.plan, step.gather.answers(), step.gather.output_rank)
-        if outputs:
-            self._emit(outputs)
+        self._untold += self._scheduler.settle(step.plan, step.gather.answers(), step.gather.output_rank)
+
+    def tell(self) -> None:
+        """Tell the streams what has been settled since the last call."""
+        if self._untold:
+            untold, self._untold = self._untold, []
+            self._emit(untold)

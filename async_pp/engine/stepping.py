@@ -137,8 +137,13 @@ class Stepping:
         self._tell_times()
 
     def _apply(self, effects: list[Effect]) -> None:
+        try:
+            self._carry_out(list(effects))
+        finally:
+            self._settler.tell()  # behind the planner, which a free slot has woken
+
+    def _carry_out(self, queue: list[Effect]) -> None:
         # A settle has effects of its own, among them the next settle: a queue instead of recursion.
-        queue = list(effects)
         while queue:
             match queue.pop(0):
                 case Dispatch(step=step, deferred=deferred):
