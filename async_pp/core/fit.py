@@ -23,6 +23,10 @@ RIDGES = (0.0, 1e-3, 1e-4, 1e-2)
 """Weight of each coefficient against the error. They decide what the steps seen so far leave open: time that may be
 fixed is taken for fixed, and attention is not blamed for what tokens explain."""
 
+LONG_CONTEXT = 256
+"""Tokens. While all contexts are shorter, what attention takes cannot be told from what tokens take; a guess at it,
+multiplied by the square of a long prompt, would be far off."""
+
 RESOLUTION_S = 1e-9
 """Of a clock: times that are not longer say nothing."""
 
@@ -140,6 +144,8 @@ def _line(rows: Sequence[tuple[Sequence[float], float]]) -> Line:
         for features, seconds in rows
     ]
     kept = [j for j in range(4) if scales[j]]
+    if kept[-1] == 3 and max(features[3] / max(1.0, features[2]) for features, _ in rows) < LONG_CONTEXT:
+        del kept[-1]
     # A coefficient that comes out negative is left out, the most negative first: at most three times, since all
     # features and times are positive.
     while True:
