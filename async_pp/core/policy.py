@@ -286,7 +286,9 @@ class Balanced:
                     best_s, best = seconds, _Split(cohorts, size)
                 if cohorts == min(self._cohorts, decodes) and seconds < present_s:
                     present_s, present = seconds, _Split(cohorts, size)
-        if not fresh and best_s >= HYSTERESIS * present_s:
+        # Half as many or fewer that are as fast have as much less to plan and to send.
+        fewer = 2 * best.cohorts <= present.cohorts and best_s <= present_s
+        if not fresh and not fewer and best_s >= HYSTERESIS * present_s:
             return present
         if best.cohorts != self._cohorts:
             self._cohorts = best.cohorts

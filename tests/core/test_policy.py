@@ -78,12 +78,20 @@ def test_a_remainder_that_does_not_pay_waits_its_turn() -> None:
     assert taught().split(39).size == 5
 
 
-def test_a_fresh_start_takes_the_fewest_cohorts_of_equals_and_a_running_one_stays() -> None:
+def test_of_equals_the_fewest_cohorts_are_taken() -> None:
     policy = taught(Line(0.010, 0.0, 0.0, 0.0))
-    assert policy.limits(decodes(32, 4, flying=7)).decodes == 4
+    assert policy.limits(decodes(32, 4, flying=7)).decodes == 0, "those that are ready wait for the others"
     assert policy.limits(decodes(32, 32)).decodes == 32
     assert policy.limits(decodes(32, 0, flying=1)).decodes == 0
-    assert policy.split(32).cohorts == 1, "what was chosen stays"
+    assert policy.split(32).cohorts == 1
+
+
+def test_a_little_better_is_no_reason_to_change_but_for_a_fresh_start() -> None:
+    def policy() -> Balanced:
+        return taught(Line(0.00395, 0.001, 0.0, 0.0), 4, round_trip_s=0.00475, ahead=True)
+
+    assert policy().split(20, fresh=True).cohorts == 5
+    assert policy().split(20).cohorts == 4
 
 
 def test_one_size_of_steps_says_nothing_about_others() -> None:
