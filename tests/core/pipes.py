@@ -10,6 +10,16 @@ from async_pp.core.policy import Policy, Prompt, View
 
 StageTime = Callable[[Size], float]
 
+VARIED = [
+    Size(1, 1, 100),
+    Size(1, 8, 36),
+    Size(4, 4, 900),
+    Size(8, 8, 100),
+    Size(2, 300, 90_000),
+    Size(1, 512, 1_300_000),
+]
+"""Steps that tell all terms of a stage time apart."""
+
 BUDGET_TOKENS = 512
 PROMPTS_SEEN = 32
 

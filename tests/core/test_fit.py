@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 
 from async_pp.core.fit import FRESH, MEMORY, Fit, Line, Size
 
+from .pipes import VARIED
+
 TRUE = Line(0.004, 0.001, 0.0001, 2e-8)
-VARIED = [
-    Size(1, 1, 100),
-    Size(1, 8, 36),
-    Size(4, 4, 900),
-    Size(8, 8, 100),
-    Size(2, 300, 90_000),
-    Size(1, 512, 1_300_000),
-]
 
 
 def fitted(line: Line, sizes: list[Size], *, stages: int = 2, noise: float = 0.0) -> Fit:

@@ -19,7 +19,7 @@ from async_pp.core.policy import (
     View,
 )
 
-from .pipes import Pipe, Request, burst, even_tokens_per_s, flat, linear, tokens_per_s
+from .pipes import VARIED, Pipe, Request, burst, even_tokens_per_s, flat, linear, tokens_per_s
 
 LINE = Line(0.004, 0.001, 0.0001, 0.0)
 ATTENTIVE = Line(0.004, 0.001, 0.0001, 1e-6)
@@ -31,14 +31,7 @@ def taught(
     """A policy that knows the stage times."""
     policy = Balanced(stages, **kind)
     for _ in range(64):
-        for size in (
-            Size(1, 1, 100),
-            Size(1, 8, 36),
-            Size(4, 4, 900),
-            Size(32, 32, 6400),
-            Size(2, 300, 90_000),
-            Size(1, 512, 1_300_000),
-        ):
+        for size in (*VARIED, Size(32, 32, 6400)):
             policy.timed(size, [line.of(size)] * stages, round_trip_s, host_s)
     return policy
 

@@ -63,6 +63,7 @@ class Clients:
     def __init__(self, engine, stages):
         self.engine, self.stages = engine, stages
         self.sent = 0
+        self.told = asyncio.Event()  # whenever a token has come
 
     async def ask(self, tokens_out, tokens_in=16, after_s=0.0):
         """One request, answered in full."""
@@ -73,7 +74,14 @@ class Clients:
         came = 0
         async for output in self.engine.generate(prompt, sampling(tokens_out, detokenize=False), request_id):
             came += len(output.outputs[0].token_ids)
+            self.told.set()
         assert came == tokens_out
+
+    async def some_tokens(self, count):
+        """Wait until so many times tokens have come."""
+        for _ in range(count):
+            self.told.clear()
+            await self.told.wait()
 
     async def all(self, *asks):
         """Several requests at once; returns their steps."""
@@ -141,7 +149,7 @@ async def aborted(clients):
         leaving = [tasks.create_task(clients.ask(1000)) for _ in range(clients.stages)]
         for _ in range(3):
             tasks.create_task(clients.ask(30))
-        await asyncio.sleep(0.05)
+        await clients.some_tokens(4)
         for ask in leaving:
             ask.cancel()
     await clients.steps()
@@ -154,14 +162,14 @@ async def paused(clients):
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         for _ in range(clients.stages + 1):
             tasks.create_task(clients.ask(40, 600))
-        await asyncio.sleep(0.1)
+        await clients.some_tokens(4)
         for clear in (False, True):
             await engine.pause_generation(mode="keep", clear_cache=clear)
             await clients.steps()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # time for what must not happen
             assert not await clients.steps()
             await engine.resume_generation()
-            await asyncio.sleep(0.02)
+            await clients.some_tokens(2)
     await clients.steps()
 
 
