@@ -11,11 +11,13 @@ What is added around the worker, and nothing else:
 
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import zmq
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_pp_group
 from vllm.distributed.parallel_state import model_parallel_is_initialized
@@ -61,7 +63,11 @@ class VllmRunner:
             init_method: rendezvous of the process groups, an URL that torch.distributed understands.
             environment: variables that the configuration set in the engine's process.
         """
+        folder = Path(init_method.removeprefix("file://")).parent
         os.environ.update(environment)
+        if len(str(folder)) + 1 + len(str(uuid.UUID(int=0))) <= zmq.IPC_PATH_MAX_LEN:
+            # Where tensor-parallel groups make their sockets: in our folder they are private, and end with it.
+            os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
         configure_logging(vllm_config.logging_config)
         parallel = vllm_config.parallel_config
         share_one_loop()
@@ -78,7 +84,6 @@ class VllmRunner:
         self._made = True
         self.worker.init_device()
         if model_parallel_is_initialized():
-            folder = Path(init_method.removeprefix("file://")).parent
             self._handovers.announce(get_pp_group(), folder)
         self._report("device")
         self.worker.load_model()

@@ -235,6 +235,7 @@ async def test_a_cache_that_is_too_small_for_one_request_is_a_configuration_erro
             pass
 
 
+@pytest.mark.slow  # an example does the same in each default run
 async def test_two_engines_in_one_process() -> None:
     async with engine(pipeline_parallel_size=2, max_num_batched_tokens=64) as one, engine() as two:
         first, second = await asyncio.gather(tokens(one, "same id", 30), tokens(two, "same id", 30))

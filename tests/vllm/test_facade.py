@@ -42,6 +42,7 @@ def test_llm_gives_the_expected_tokens(tmp_path):
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # vLLM's own engine process leaves its sockets
     )
     assert done.returncode == 0, done.stderr[-3000:]
     want = [result["samples"][0]["tokens"] for result in expected(BASE, tiny())["plain"][0]]
