@@ -166,8 +166,9 @@ def _poisson(conditions: Conditions) -> Load:
     return Load("poisson", (tuple(arrivals),), paced=True, note=note)
 
 
-WARM_UP = Load("warm-up", ((Arrival(0.0, tokens_in=8, tokens_out=4),),) * 3)
-"""Sent to every system before anything is measured: three times one request, the first of which finds all cold."""
+WARM_UP = Load("warm-up", tuple((Arrival(0.0, tokens_in=8, tokens_out=16),) * number for number in (1, 24)))
+"""Sent to every system before anything is measured: the first request finds all cold, and a system that learns stage
+times has met steps of several sizes, as any that has served for a second."""
 
 _NAMED: dict[str, Callable[[Conditions], Load]] = {
     "stagger-1-stage": _one_stage_apart,
