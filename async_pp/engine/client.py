@@ -35,7 +35,8 @@ from async_pp.engine.streams import Streams
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor, worker_call
 from async_pp.engine.vllm_seam.config import config_errors, cores, make_config
 from async_pp.engine.vllm_seam.dead import as_dead
-from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core, make_policy
+from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core
+from async_pp.engine.vllm_seam.steering import make_policy
 from async_pp.engine.vllm_seam.version import check
 from async_pp.errors import EngineClosed, EngineFailed
 from async_pp.ranks.environment import PRELOAD, rank_environment
@@ -151,7 +152,13 @@ class AsyncPPEngine(AsyncLLM):
             ranks_per_stage=parallel.world_size // parallel.pipeline_parallel_size,
         )
         self._ranks = RankExecutor(
-            layout, self._zygote, epoch=0, on_phase=self._on_phase, on_lost=self._lost, on_span=self._span
+            layout,
+            self._zygote,
+            epoch=0,
+            on_phase=self._on_phase,
+            on_lost=self._lost,
+            on_span=self._span,
+            on_output=self._connector_output,
         )
         await self._ranks.start()
         with config_errors():
@@ -254,6 +261,10 @@ class AsyncPPEngine(AsyncLLM):
     def _wake(self) -> None:
         if self._stepping is not None:
             self._stepping.wake()
+
+    def _connector_output(self, rank: int, output: Any) -> None:
+        if self._stepping is not None:
+            self._stepping.connector_output(rank, output)
 
     def _span(self, stage: int, step: int, began_s: float, ended_s: float) -> None:
         if self._stepping is not None:

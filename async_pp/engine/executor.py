@@ -20,6 +20,7 @@ from async_pp.channel.zmq_engine import ZmqEngineChannel
 from async_pp.core.gather import Scope
 from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, StartupError, WireError
 from async_pp.ranks.main import Bootstrap
+from async_pp.ranks.runner import Attending
 from async_pp.ranks.spawn import RankSpec, Zygote
 from async_pp.ranks.supervisor import Supervisor
 from async_pp.wire.frames import NO_PAYLOAD, Envelope, Payload
@@ -32,6 +33,7 @@ from async_pp.wire.messages import (
     Execute,
     Hello,
     Phase,
+    Reported,
     Sample,
     SampleMode,
     Spans,
@@ -49,6 +51,14 @@ OnPhase = Callable[[str, int | None, float], None]
 
 OnSpan = Callable[[int, int, float, float], None]
 """A stage's time for a step: stage, step, when it had the inputs and when it was done (monotonic seconds)."""
+
+
+OnOutput = Callable[[int, Any], None]
+"""What a rank's connectors report with a step that the rank does not answer: rank, output."""
+
+
+def ignore_output(rank: int, output: Any) -> None:
+    """Reports that nobody asked for: there is no connector."""
 
 
 def ignore_span(stage: int, step: int, began_s: float, ended_s: float) -> None:
@@ -93,6 +103,7 @@ class RankExecutor:
         on_lost: told once, with the error, when the rank set cannot go on.
         on_span: told the stages' times, those of the output stage before the answer's future is resolved, the others
             some steps later, or before a `call` that follows them returns.
+        on_output: told what connectors report with a step that their rank does not answer.
     """
 
     def __init__(
@@ -104,6 +115,7 @@ class RankExecutor:
         on_phase: OnPhase,
         on_lost: Callable[[EngineFailed], None],
         on_span: OnSpan = ignore_span,
+        on_output: OnOutput = ignore_output,
     ) -> None:
         self.layout = layout
         self.epoch = epoch
@@ -113,8 +125,10 @@ class RankExecutor:
         self._on_phase = on_phase
         self._on_lost = on_lost
         self._on_span = on_span
+        self._on_output = on_output
         self._steps: Pending[tuple[int, int], Any] = Pending()
         self._calls: Pending[tuple[int, int], Any] = Pending()
+        self._attends: dict[int, int] = {}  # calls for the connectors, and how many ranks have not answered
         self._hellos: Pending[int, int] = Pending()
         self._numbers = itertools.count()
         self._runtime_dir: Path | None = None
@@ -230,6 +244,18 @@ class RankExecutor:
         self._send_all(channel, message, payload)
         return futures
 
+    def attend(self, work: Any) -> list[tuple[int, asyncio.Future[Any]]]:
+        """Let every rank's connectors work, between steps. Returns the futures of their outputs, by rank.
+
+        A rank that raises ends the epoch, as in a step.
+        """
+        channel = self._open_channel()
+        number = next(self._numbers)
+        futures = [(rank, self._calls.expect((number, rank))) for rank in range(self.layout.ranks)]
+        self._attends[number] = self.layout.ranks
+        self._send_all(channel, Call(call=number), Payload.dump(Attending(work)))
+        return futures
+
     def release(self, step: int, grammar: Any) -> None:
         """Send the deferred sample message of a step."""
         channel = self._open_channel()
@@ -329,13 +355,21 @@ class RankExecutor:
             case StepReply(step=step, began_s=began_s, ended_s=ended_s):
                 self._take_span(rank, step, began_s, ended_s)
                 self._steps.resolve((step, rank), envelope.load())
+            case Reported():
+                self._on_output(rank, envelope.load())
             case Spans(spans=spans):
                 for span in spans:
                     self._take_span(rank, *span)
             case StepFailed(step=step, kind=kind, text=text):
                 self.lose(self._rank_error(rank, kind, text, step))
             case CallReply(call=call):
+                if call in self._attends:
+                    self._attends[call] -= 1
+                    if not self._attends[call]:
+                        del self._attends[call]
                 self._calls.resolve((call, rank), envelope.load())
+            case CallFailed(call=call, kind=kind, text=text) if call in self._attends:
+                self.lose(self._rank_error(rank, kind, text, None))
             case CallFailed(kind=kind, text=text) if self._phase != "running":
                 message = f"rank {rank} raised {_last_line(text, kind)} during start-up ({self._phase})"
                 failure = StartupError(message, phase=self._phase, rank=rank, epoch=self.epoch)

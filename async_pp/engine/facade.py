@@ -12,10 +12,12 @@ import threading
 import weakref
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
 from operator import methodcaller
 from typing import Any
 
 from vllm.v1.executor.abstract import FailureCallback
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from async_pp.core.gather import Scope
 from async_pp.engine.executor import RankExecutor, RankLayout
@@ -24,6 +26,7 @@ from async_pp.engine.vllm_seam.config import cores
 from async_pp.engine.vllm_seam.version import check
 from async_pp.errors import EngineFailed
 from async_pp.ranks.environment import PRELOAD, rank_environment
+from async_pp.ranks.runner import ConnectorOutput
 from async_pp.ranks.spawn import Zygote
 from async_pp.wire.messages import SampleMode
 
@@ -101,10 +104,12 @@ class PipelineExecutor(BridgeExecutor):
         scope = Scope.ALL if aggregators else Scope.OUTPUT
         futures = self._ranks.execute(number, scheduler_output, grammar=None, sample=sample, scope=scope)
         answers = {rank: await future for rank, future in futures}
-        output, self._owned.drafts = answers[self._ranks.layout.output_rank]
+        output_rank = self._ranks.layout.output_rank
+        output, self._owned.drafts = answers[output_rank]
+        # vLLM's own loop has vLLM's own fold: it wants a model runner's output of every rank.
+        outputs = [output if rank == output_rank else _as_output(answer) for rank, answer in answers.items()]
         for aggregator in aggregators:
-            outputs = [answer for answer, _ in answers.values()]
-            output = aggregator.aggregate(outputs, output_rank=self._ranks.layout.output_rank)
+            output = outputs[output_rank] = aggregator.aggregate(outputs, output_rank=output_rank)
         return output
 
     async def _release(self, number: int, grammar_output: Any) -> None:
@@ -148,6 +153,12 @@ class _LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+def _as_output(reported: ConnectorOutput | None) -> ModelRunnerOutput:
+    """What the connectors of a rank report, as the output of its model runner."""
+    kv, ec = reported or ConnectorOutput(None, None)
+    return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=kv, ec_connector_output=ec)
 
 
 def _no_phase(phase: str, rank: int | None, seconds: float) -> None:

@@ -39,6 +39,19 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Attend:
+    """Something for the ranks' connectors that is no step: it has no token, takes no slot and is not settled.
+
+    Attributes:
+        work: what every rank gets.
+        again: whether the scheduler may find a step right after it.
+    """
+
+    work: Any
+    again: bool = False
+
+
+@dataclass(frozen=True)
 class StepTimes:
     """What a settled step took, in seconds.
 
@@ -57,14 +70,25 @@ class StepTimes:
 class SchedulerPort(Protocol):
     """A scheduler. Called on the loop's thread only."""
 
-    def plan(self) -> Plan | None:
-        """The next micro-batch, or None when nothing could run now. None changes nothing that a rank must know."""
+    def plan(self, ask: bool = False) -> Plan | Attend | None:
+        """The next micro-batch, or something for the connectors, or None when nothing could run now.
+
+        None changes nothing that a rank must know. `ask`: whether to ask the ranks how far transfers are, if no step
+        does.
+        """
 
     def bitmask(self, plan: Plan) -> Any:
         """The grammar bitmask for the sampling of `plan`, or None. Called when no token it needs is pending."""
 
     def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[Any]:
         """Take the answers of a step, by rank. Returns what the streams shall be told."""
+
+    def connector_output(self, rank: int, output: Any) -> Sequence[Any]:
+        """Take what a rank's connectors report apart from the answers. Returns what the streams shall be told."""
+
+    @property
+    def transferring(self) -> bool:
+        """Whether anything waits for a transfer to end."""
 
     def timed(self, plan: Plan, times: StepTimes) -> None:
         """All times of a settled step are known. Once per step in dispatch order, several steps after its settle; not
@@ -97,6 +121,9 @@ class ExecutorPort(Protocol):
         self, step: int, work: Any, *, grammar: Any, sample: SampleMode, scope: Scope
     ) -> Sequence[tuple[int, asyncio.Future[Any]]]:
         """Send a step. Returns rank and future of each answer that will come."""
+
+    def attend(self, work: Any) -> Sequence[tuple[int, asyncio.Future[Any]]]:
+        """Send something for the connectors. Returns rank and future of each answer: their output, or None."""
 
     def release(self, step: int, grammar: Any) -> None:
         """Send the deferred sampling of a step."""

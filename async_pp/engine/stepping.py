@@ -4,6 +4,10 @@ Each answer of a step is a coroutine: it awaits the future of one rank, tells th
 the effects. Planner and steps live in one TaskGroup, so the failure of any ends all of them, and nothing
 runs on unseen.
 
+What connectors report beside the answers is folded by a coroutine of its own as it comes. While transfers are under way
+and no step is in flight, the ranks are asked how far they are, after pauses that grow with the time waited: connectors
+offer nothing to wait for.
+
 What happens to a step is also told to the accounting of stage time, and what that makes of it to the scheduler: when
 the next answer comes, because a scheduler that raises must end the epoch, and not what reads the ranks' socket.
 """
@@ -15,8 +19,9 @@ from typing import Any
 
 from async_pp.core.bubble import Bubbles, StageTime
 from async_pp.core.pipeline import Dispatch, Effect, EndEpoch, FreeSlot, Pipeline, Release, Settle, Step
+from async_pp.core.transfers import pause_s
 from async_pp.engine.planner import Planner
-from async_pp.engine.ports import ExecutorPort, Plan, SchedulerPort, StepTimes
+from async_pp.engine.ports import Attend, ExecutorPort, Plan, SchedulerPort, StepTimes
 from async_pp.engine.settler import Settler
 from async_pp.errors import first_of
 from async_pp.wire.messages import SPANS, SampleMode
@@ -64,8 +69,13 @@ class Stepping:
         self._bubbles = Bubbles(executor.layout.stages, start_s=clock(), most_open=depth + 2 * SPANS)
         self._hosted: dict[int, _Hosted] = {}  # of the steps in flight
         self._asked_s = 0.0  # when the scheduler was asked for the plan that is being dispatched
-        self._planner = Planner(scheduler, depth, self._plan, clock)
+        self._planner = Planner(scheduler, depth, self._plan, self._attend, self._rest, clock)
         self._settler = Settler(scheduler, emit)
+        self._emit = emit
+        self._outputs: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()  # of connectors: rank, output
+        self._attending = 0  # ranks that have not answered what was sent to their connectors
+        self._waiting_since_s: float | None = None  # when asking for transfers began
+        self._next_ask: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -79,6 +89,10 @@ class Stepping:
     def span(self, stage: int, step: int, began_s: float, ended_s: float) -> None:
         """A stage has told when it had the inputs of a step and when it was done with it."""
         self._bubbles.span(stage, step, began_s, ended_s)
+
+    def connector_output(self, rank: int, output: Any) -> None:
+        """A rank's connectors have reported something beside the answers."""
+        self._outputs.put_nowait((rank, output))
 
     def bubbles(self) -> StageTime:
         """What became of the stage time so far: up to now when no step is in flight and every rank has told its times,
@@ -110,8 +124,11 @@ class Stepping:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._planner.run(), name="async_pp planner")
+                tasks.create_task(self._gather(), name="async_pp connectors")
         except* Exception as group:  # noqa: BLE001 - unpacked, not swallowed
             raise first_of(group) from None
+        finally:
+            self._stop_asking()
 
     def lose(self, cause: BaseException) -> tuple[Step, ...]:
         """The epoch is over. Returns the steps that were in flight, oldest first."""
@@ -122,12 +139,63 @@ class Stepping:
 
     def _plan(self, plan: Plan, asked_s: float) -> None:
         self._idle.clear()
+        self._stop_asking()
         self._asked_s = asked_s
         self._apply(
             self._pipeline.plan(
                 plan.requests, plan, pending_tokens=plan.pending_tokens, scope=plan.scope, now_s=self._clock()
             )
         )
+
+    # -- connectors ------------------------------------------------------------------------------------------------
+
+    async def _gather(self) -> None:
+        while True:
+            self._fold(*await self._outputs.get())
+
+    def _attend(self, attend: Attend) -> None:
+        assert self._tasks is not None
+        answers = self._executor.attend(attend.work)
+        self._attending += len(answers)
+        for rank, answer in answers:
+            self._tasks.create_task(self._await_connectors(rank, answer), name=f"async_pp connectors of rank {rank}")
+
+    async def _await_connectors(self, rank: int, answer: asyncio.Future[Any]) -> None:
+        output = await answer
+        self._attending -= 1
+        if output is not None:
+            self._fold(rank, output)
+        elif not self._attending:
+            self._rest()
+
+    def _fold(self, rank: int, output: Any) -> None:
+        self._waiting_since_s = None  # something moves: ask soon again
+        self._emit(self._scheduler.connector_output(rank, output))
+        self._planner.wake()
+
+    def _rest(self) -> None:
+        """Nothing could run. See that transfers, if any are under way, are asked for."""
+        if not self._pipeline.idle or self._attending or self._next_ask is not None:
+            return
+        if not self._scheduler.transferring:
+            self._waiting_since_s = None
+            return
+        loop = asyncio.get_running_loop()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = loop.time()
+        self._next_ask = loop.call_later(pause_s(loop.time() - self._waiting_since_s), self._ask)
+
+    def _ask(self) -> None:
+        self._next_ask = None
+        self._planner.ask()
+
+    def _stop_asking(self) -> None:
+        self._waiting_since_s = None
+        if self._next_ask is not None:
+            self._next_ask.cancel()
+            self._next_ask = None
+
+    # -- steps -----------------------------------------------------------------------------------------------------
 
     async def _await(self, step: Step, rank: int, answer: asyncio.Future[Any]) -> None:
         value = await answer

@@ -31,6 +31,7 @@ from async_pp.wire.messages import (
     Execute,
     Hello,
     Phase,
+    Reported,
     Sample,
     Spans,
     StepFailed,
@@ -130,9 +131,14 @@ class RankLoop:
         began_s = self._runner.began_s
         if self._is_output:  # sampling is its stage's work, waiting for the word to sample is not
             began_s, ended_s = began_s + held_s, time.monotonic()
+        if not self._is_output:
+            answer = self._runner.connector_output(answer)
         if self._is_output or message.reply == "all":
             self._channel.send(StepReply(step=message.step, began_s=began_s, ended_s=ended_s), answer)
-        elif self._tells_spans:
+            return
+        if answer is not None:
+            self._channel.send(Reported(step=message.step), answer)
+        if self._tells_spans:
             self._spans.append((message.step, began_s, ended_s))
             if len(self._spans) >= self._spans_per_message:
                 self._tell_spans()

@@ -6,7 +6,7 @@ it never calls it from two threads. `runner_main` of a rank process makes one fr
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Report = Callable[[str], None]
 """Called with the name of a start-up phase when that phase is done."""
@@ -28,6 +28,13 @@ class Runner(Protocol):
     def sample(self, payload: Any) -> Any:
         """Sample the step that `execute` left open, under this grammar bitmask (or None). Returns the step's answer."""
 
+    def connector_output(self, answer: Any) -> Any | None:
+        """Of a step's answer (or None) that is not sent, since another rank answers, what the engine must have in any
+        case: what the connectors report. None: nothing."""
+
+    def attend(self, work: Any) -> Any | None:
+        """Let the connectors begin and end transfers, without a step. Returns what they report, None for nothing."""
+
     def call(self, function: Callable[[Any], Any]) -> Any:
         """Apply `function` to this runner, between steps, and return what it returns."""
 
@@ -37,6 +44,43 @@ class Runner(Protocol):
 
 def flush(runner: Runner) -> None:
     """A call that does nothing: before a rank answers any, it tells the times of all steps before."""
+
+
+class ConnectorOutput(NamedTuple):
+    """What a rank's connectors report with a step.
+
+    Attributes:
+        kv: vLLM's KVConnectorOutput, or None.
+        ec: vLLM's ECConnectorOutput, or None.
+    """
+
+    kv: Any
+    ec: Any
+
+    @classmethod
+    def of(cls, output: Any) -> "ConnectorOutput | None":
+        """That of a ModelRunnerOutput (or None). None when it says nothing."""
+        kv = getattr(output, "kv_connector_output", None)
+        ec = getattr(output, "ec_connector_output", None)
+        if kv is not None and kv.is_empty() and not kv.expected_finished_count:
+            kv = None
+        if ec is not None and ec.is_empty():
+            ec = None
+        return None if kv is None and ec is None else cls(kv, ec)
+
+
+class Attending:
+    """A call that lets the connectors of a rank work while it has no step.
+
+    Args:
+        work: what the scheduler has to tell the workers.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def __call__(self, runner: Runner) -> Any:
+        return runner.attend(self.work)
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,12 @@ class SleepingRunner:
         """The answer names the rank and what it was given to sample under."""
         return self._rank, payload
 
+    def connector_output(self, answer: Any) -> None:
+        """There are no connectors."""
+
+    def attend(self, work: Any) -> None:
+        """There are no connectors."""
+
     def call(self, function: Any) -> Any:
         """Apply `function` to this runner."""
         return function(self)

@@ -28,7 +28,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from async_pp.ranks.gloo import share_one_loop
 from async_pp.ranks.handover import Handovers
-from async_pp.ranks.runner import Report, Skipped
+from async_pp.ranks.runner import ConnectorOutput, Report, Skipped
 
 
 class VllmRunner:
@@ -115,6 +115,14 @@ class VllmRunner:
         """Sample under the grammar bitmask."""
         with _discarded_draw_nothing(getattr(self.worker.worker, "model_runner", None)):
             return self._answer(self.worker.sample_tokens(payload))
+
+    def connector_output(self, answer: Any) -> ConnectorOutput | None:
+        """What the connectors of this rank report with an answer that is not sent."""
+        return None if answer is None else ConnectorOutput.of(answer[0])
+
+    def attend(self, work: Any) -> ConnectorOutput | None:
+        """A scheduler's output without a token, for the connectors."""
+        return ConnectorOutput.of(self.worker.execute_model(work))
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         """Apply `function` to this runner."""

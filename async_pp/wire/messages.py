@@ -66,6 +66,12 @@ class StepReply(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     ended_s: float
 
 
+class Reported(msgspec.Struct, frozen=True, array_like=True, tag="reported"):
+    """From a rank: what its connectors report with a step that it does not answer. Payload: the output."""
+
+    step: int
+
+
 class Spans(msgspec.Struct, frozen=True, array_like=True, tag="spans"):
     """From a rank: the same two times of steps that it did not answer, as (step, began_s, ended_s)."""
 
@@ -101,5 +107,5 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 ToRank = Execute | Sample | Call | Close
-FromRank = Hello | Phase | StepReply | Spans | StepFailed | CallReply | CallFailed | Bye
+FromRank = Hello | Phase | StepReply | Reported | Spans | StepFailed | CallReply | CallFailed | Bye
 Message = ToRank | FromRank

@@ -6,23 +6,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_pp.core.gather import Scope
-from async_pp.engine.ports import Plan, StepTimes
+from async_pp.engine.ports import Attend, Plan, StepTimes
 
 
 @dataclass
 class FakeScheduler:
     """Plans what is put into `todo`; remembers what it was asked and told."""
 
-    todo: list[Plan] = field(default_factory=list)
+    todo: list[Plan | Attend] = field(default_factory=list)
     asked: int = 0
     settled: list[tuple[Any, dict[int, Any]]] = field(default_factory=list)
     masks: list[Any] = field(default_factory=list)
     error: Exception | None = None
     times: list[tuple[Any, StepTimes]] = field(default_factory=list)
 
-    def plan(self) -> Plan | None:
+    transferring: bool = False
+    asks: int = 0
+    outputs: list[tuple[int, Any]] = field(default_factory=list)
+
+    def plan(self, ask: bool = False) -> Plan | Attend | None:
         self.asked += 1
+        self.asks += ask
+        if ask and not self.todo and self.transferring:
+            return Attend("transfers?")
         return self.todo.pop(0) if self.todo else None
+
+    def connector_output(self, rank: int, output: Any) -> Sequence[Any]:
+        self.outputs.append((rank, output))
+        return []
 
     def bitmask(self, plan: Plan) -> Any:
         self.masks.append(plan.work)
@@ -62,6 +73,13 @@ class FakeExecutor:
         ranks = range(self.layout.ranks) if scope is Scope.ALL else [self.layout.output_rank]
         made = [(rank, asyncio.get_running_loop().create_future()) for rank in ranks]
         self.futures.update({(step, rank): future for rank, future in made})
+        return made
+
+    def attend(self, work: Any) -> Any:
+        number = -len(self.sent)  # apart from the numbers of steps
+        self.sent.append(("attend", number, work))
+        made = [(rank, asyncio.get_running_loop().create_future()) for rank in range(self.layout.ranks)]
+        self.futures.update({(number, rank): future for rank, future in made})
         return made
 
     def release(self, step: int, grammar: Any) -> None:

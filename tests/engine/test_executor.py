@@ -22,6 +22,7 @@ from async_pp.ranks.spawn import Zygote
 from tests.engine.fakes import FakeScheduler, a_plan
 
 RUNNER = "async_pp.ranks.sleeping_runner:SleepingRunner"
+REPORTING = "tests.ranks.reporting:ReportingRunner"
 
 
 class Set:
@@ -31,6 +32,7 @@ class Set:
         self.lost: list[EngineFailed] = []
         self.phases: list[tuple[str, int | None]] = []
         self.on_span: OnSpan = ignore_span
+        self.outputs: list[tuple[int, Any]] = []
         self.executor = RankExecutor(
             RankLayout(
                 output_rank=ranks - ranks_per_stage,
@@ -43,6 +45,7 @@ class Set:
             on_phase=lambda name, rank, seconds: self.phases.append((name, rank)),
             on_lost=self.lost.append,
             on_span=lambda *span: self.on_span(*span),
+            on_output=lambda rank, output: self.outputs.append((rank, output)),
         )
 
     async def start(self, stage: StageTime = StageTime()) -> RankExecutor:  # noqa: B008 - frozen
@@ -157,9 +160,45 @@ async def test_only_the_first_rank_of_a_stage_tells_times_and_a_call_brings_all_
     await executor.close()
 
 
-async def test_all_rank_steps_get_every_answer(ranks: Set) -> None:
-    futures = ranks.executor.execute(0, Load(1, 1), grammar="mask", sample="now", scope=Scope.ALL)
-    assert [(rank, await future) for rank, future in futures] == [(0, (0, "mask")), (1, (1, "mask"))]
+async def test_all_rank_steps_get_every_answer(zygote: Zygote) -> None:
+    made = Set(zygote, runner=REPORTING)
+    executor = await made.start()
+    futures = executor.execute(0, Load(2, 1), grammar="mask", sample="now", scope=Scope.ALL)
+    assert [(rank, await future) for rank, future in futures] == [(0, ("of", (0, "mask"))), (1, (1, "mask"))]
+    futures = executor.execute(1, Load(1, 1), grammar="mask", sample="now", scope=Scope.ALL)
+    assert [(rank, await future) for rank, future in futures] == [(0, None), (1, (1, "mask"))]
+    assert not made.outputs, "it was answered"
+    await executor.close()
+
+
+async def test_connectors_of_ranks_that_do_not_answer_report_only_what_they_have(zygote: Zygote) -> None:
+    made = Set(zygote, runner=REPORTING)
+    executor = await made.start()
+    for step, sequences in enumerate((1, 2, 1, 3)):
+        ((_, future),) = executor.execute(step, Load(sequences, 1), grammar=step, sample="now", scope=Scope.OUTPUT)
+        assert await future == (1, step)
+    await executor.call(flush)
+    assert made.outputs == [(0, ("of", (0, 1))), (0, ("of", (0, 3)))]
+    await executor.close()
+
+
+async def test_connectors_work_without_a_step_and_one_that_raises_ends_the_epoch(zygote: Zygote) -> None:
+    made = Set(zygote, runner=REPORTING)
+    executor = await made.start()
+    answers = [await future for _, future in executor.attend("begin")]
+    assert answers == [(0, "begin"), (1, "begin")]
+    assert [await future for _, future in executor.attend("silence on 0")] == [None, (1, "silence on 0")]
+    assert not executor._attends and not executor._calls.open
+    futures = executor.attend("raise on 1")
+    for _, future in futures:
+        await asyncio.wait([future])
+    (error,) = made.lost
+    assert isinstance(error, RankError) and error.rank == 1 and "the connector is broken" in error.traceback
+    assert isinstance(futures[1][1].exception(), RankError)
+    await executor.close()
+
+
+async def test_sampling_that_was_deferred_follows_its_word(ranks: Set) -> None:
     ((_, future),) = ranks.executor.execute(1, Load(1, 1), grammar=None, sample="later", scope=Scope.OUTPUT)
     ranks.executor.release(1, "late mask")
     assert await future == (1, "late mask")

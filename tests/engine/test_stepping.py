@@ -1,6 +1,7 @@
 """Stepping: steps overlap, settle in order, defer their sampling when they must, and end together."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -8,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from async_pp.bench import virtual
 from async_pp.core.gather import Scope
-from async_pp.engine.ports import Plan, StepTimes
+from async_pp.core.transfers import LEAST_PAUSE_S, MOST_PAUSE_S
+from async_pp.engine.ports import Attend, Plan, StepTimes
 from async_pp.engine.stepping import Stepping
 from async_pp.errors import RankLost
 from async_pp.wire.messages import SPANS
@@ -138,8 +141,8 @@ class BusyScheduler(FakeScheduler):
 
     clock = Clock()
 
-    def plan(self) -> Plan | None:
-        plan = super().plan()
+    def plan(self, ask: bool = False) -> Plan | Attend | None:
+        plan = super().plan(ask)
         self.clock.now_s += 1.0 if plan else 0.0
         return plan
 
@@ -190,3 +193,87 @@ async def test_ranks_that_tell_no_times_leave_nothing_behind() -> None:
         assert len(told) == 100
         assert not steps._hosted
         assert not scheduler.times
+
+
+async def test_what_connectors_report_is_folded_as_it_comes_while_steps_are_in_flight() -> None:
+    scheduler, executor = FakeScheduler([a_plan("a"), a_plan("b")]), FakeExecutor(ranks=3)
+    async with stepping(scheduler, executor) as (steps, told, _):
+        steps.connector_output(0, "first")
+        steps.connector_output(1, "second")
+        await turns()
+        assert scheduler.outputs == [(0, "first"), (1, "second")] and not told
+        executor.futures[0, 2].set_result("A")
+        await turns()
+        assert told == ["output of a"], "of the output rank alone"
+
+
+async def test_what_is_for_the_connectors_is_sent_beside_steps_and_every_answer_is_folded() -> None:
+    scheduler = FakeScheduler([a_plan("a"), Attend("load", again=True), a_plan("b")])
+    executor = FakeExecutor()
+    async with stepping(scheduler, executor) as (steps, _, _task):
+        assert [sent[::2] for sent in executor.sent] == [("now", "mask of a"), ("attend", "load"), ("now", "mask of b")]
+        executor.futures[-1, 1].set_result("loaded")
+        await turns()
+        executor.futures[-1, 0].set_result(None)
+        await turns()
+        assert scheduler.outputs == [(1, "loaded")]
+        assert steps.oldest_step == 0, "no step has been settled for it"
+
+
+async def test_a_report_that_cannot_be_folded_ends_the_epoch() -> None:
+    class Refusing(FakeScheduler):
+        def connector_output(self, rank: int, output: Any) -> Any:
+            raise ValueError("3 ranks are to report")
+
+    async with stepping(Refusing(), FakeExecutor()) as (steps, _, task):
+        steps.connector_output(0, "news")
+        await asyncio.wait([task])
+        with pytest.raises(ValueError, match="3 ranks"):
+            task.result()
+
+
+def test_idle_ranks_are_asked_for_transfers_after_growing_pauses_and_not_while_a_step_does_it() -> None:
+    asked_s: list[float] = []
+
+    class Answering(FakeExecutor):
+        says: Any = None
+
+        def attend(self, work: Any) -> Any:
+            asked_s.append(asyncio.get_running_loop().time())
+            made = super().attend(work)
+            for _, future in made:
+                future.set_result(self.says)
+            return made
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        scheduler, executor = FakeScheduler(transferring=True), Answering()
+        async with stepping(scheduler, executor, clock=loop.time) as (steps, _, _task):
+            await asyncio.sleep(2.0)
+            pauses = [after - before for before, after in itertools.pairwise(asked_s)]
+            assert asked_s[0] == pytest.approx(LEAST_PAUSE_S)
+            assert pauses == sorted(pauses) and pauses[-1] == pytest.approx(MOST_PAUSE_S)
+            assert len(asked_s) < 80, "asking for two seconds is not spinning"
+
+            executor.says = "news"
+            await asyncio.sleep(MOST_PAUSE_S)
+            assert scheduler.outputs and asked_s[-1] - asked_s[-2] < 2 * LEAST_PAUSE_S, "something moves: ask soon"
+
+            executor.says = None
+            scheduler.todo.append(a_plan("a"))
+            steps.wake()
+            await turns()
+            before = len(asked_s)
+            await asyncio.sleep(1.0)
+            assert len(asked_s) == before, "the step asks"
+            executor.futures[steps.oldest_step, 1].set_result("A")  # type: ignore[index]
+            await asyncio.sleep(1.0)
+            assert len(asked_s) > before
+
+            scheduler.transferring = False
+            await asyncio.sleep(MOST_PAUSE_S)
+            before = len(asked_s)
+            await asyncio.sleep(1.0)
+            assert len(asked_s) == before, "nothing to ask for"
+
+    virtual.run(main())

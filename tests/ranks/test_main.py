@@ -11,7 +11,7 @@ import pytest
 
 from async_pp.channel.memory import MemoryEngineChannel
 from async_pp.ranks.main import MAX_TEXT, RankLoop, describe
-from async_pp.ranks.runner import OnWorker, flush
+from async_pp.ranks.runner import Attending, OnWorker, flush
 from async_pp.wire.frames import NO_PAYLOAD, Envelope
 from async_pp.wire.limits import Limits
 from async_pp.wire.messages import (
@@ -23,6 +23,7 @@ from async_pp.wire.messages import (
     Close,
     Execute,
     Message,
+    Reported,
     Sample,
     Spans,
     StepFailed,
@@ -45,11 +46,18 @@ class Recorder:
         self.executed.set()
         if isinstance(payload, Exception):
             raise payload
+        self.says = payload.get("connectors")
         return payload.get("answer")
 
     def sample(self, payload: Any) -> Any:
         self.notes.append(("sample", payload))
         return f"sampled under {payload}"
+
+    def connector_output(self, answer: Any) -> Any:
+        return self.says
+
+    def attend(self, work: Any) -> Any:
+        return f"connectors of {work}"
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         return function(self)
@@ -98,7 +106,7 @@ class Rank:
 
 
 def step_of(envelope: Envelope) -> int:
-    assert isinstance(envelope.message, StepReply)
+    assert isinstance(envelope.message, StepReply | Reported)
     return envelope.message.step
 
 
@@ -145,6 +153,18 @@ async def test_a_rank_that_is_not_the_output_rank_answers_only_when_all_are_aske
     else:
         assert isinstance(first.message, Spans)
     assert (await rank.next()).message == CallReply(call=1)
+    await rank.end()
+
+
+@pytest.mark.parametrize("reply, kind", [("output", Reported), ("all", StepReply)])
+async def test_what_the_connectors_of_a_rank_report_is_sent_whoever_answers(reply: Any, kind: type) -> None:
+    rank = await Rank(is_output=False, tells_spans=False).start()
+    rank.send(Execute(step=1, sample="now", reply=reply), ({"connectors": "news"}, None))
+    rank.send(Call(call=1), Attending("nothing else"))
+    told = await rank.next()
+    assert isinstance(told.message, kind) and step_of(told) == 1 and told.load() == "news"
+    attended = await rank.next()
+    assert attended.message == CallReply(call=1) and attended.load() == "connectors of nothing else"
     await rank.end()
 
 

@@ -85,7 +85,8 @@ class Rig:
         from async_pp.bench.simulate.ranks import SimulatedRanks
         from async_pp.bench.simulate.stages import StageCost
         from async_pp.engine.stepping import Stepping
-        from async_pp.engine.vllm_seam.scheduler import VllmScheduler, paced
+        from async_pp.engine.vllm_seam.scheduler import VllmScheduler
+        from async_pp.engine.vllm_seam.steering import paced
         from async_pp.ranks.runner import Skipped
 
         stages = core.vllm_config.parallel_config.pipeline_parallel_size

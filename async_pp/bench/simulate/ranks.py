@@ -80,6 +80,10 @@ class SimulatedRanks:
         self._loop.call_at(spans[-1][1] + self._hop_s, self._answer, step, spans, answer, output)
         return [(self.layout.output_rank, answer)]
 
+    def attend(self, work: Any) -> list[tuple[int, asyncio.Future[Any]]]:
+        """Refused: there is no connector."""
+        raise NotImplementedError("something was sent to connectors")
+
     def release(self, step: int, grammar: Any) -> None:
         """Refused: no request here has a grammar, which alone defers sampling."""
         raise NotImplementedError(f"sampling of step {step} was deferred")

@@ -24,7 +24,7 @@ from async_pp.bench.simulate.ranks import TOKEN, SimulatedRanks
 from async_pp.bench.simulate.report import Host, Row, percentile
 from async_pp.bench.simulate.settings import Settings
 from async_pp.core.bubble import StageTime
-from async_pp.engine.ports import Plan, StepTimes
+from async_pp.engine.ports import Attend, Plan, StepTimes
 from async_pp.engine.stepping import Stepping
 from async_pp.engine.vllm_seam.scheduler import VllmScheduler
 
@@ -294,10 +294,10 @@ class _Metered:
         vllm.schedule = self._inside(vllm.schedule)
         vllm.update_from_output = self._inside(vllm.update_from_output)
 
-    def plan(self) -> Plan | None:
+    def plan(self, ask: bool = False) -> Plan | Attend | None:
         with self._measured(self._planning):
-            plan = self._scheduler.plan()
-        if plan is not None:
+            plan = self._scheduler.plan(ask)
+        if isinstance(plan, Plan):
             self._planned.append(self._planning)
             self._planning = _Took()
         return plan
@@ -312,6 +312,13 @@ class _Metered:
         self.ours_ms.append(1000 * took.ours_s)
         self.vllm_ms.append(1000 * took.vllm_s)
         return outputs
+
+    def connector_output(self, rank: int, output: Any) -> Sequence[EngineCoreOutputs]:
+        return self._scheduler.connector_output(rank, output)
+
+    @property
+    def transferring(self) -> bool:
+        return self._scheduler.transferring
 
     def timed(self, plan: Plan, times: StepTimes) -> None:
         self._scheduler.timed(plan, times)

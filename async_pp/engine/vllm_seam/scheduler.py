@@ -4,45 +4,40 @@ The engine core object is vLLM's own: it sizes the KV cache, makes the scheduler
 connectors. What is not used is its loop. All methods run on the loop's thread; the constructor blocks on the ranks and
 runs in a helper thread before any step.
 
-An empty `schedule()` is never dispatched. What it would have told the workers (finished and preempted requests, freed
+An empty `schedule()` never becomes a step. What it would have told the workers (finished and preempted requests, freed
 encoder inputs, blocks to zero or copy) is kept and travels with the next real step; what it would have told the
-scheduler (a failed grammar, for one) is settled at once.
+scheduler (a failed grammar, for one) is settled at once. With KV or encoder-cache connectors it is sent apart from the
+steps (`Attend`), because only they know what its metadata means; and while transfers are under way and no step asks the
+ranks how far they are, they are asked in the same way.
 
-A policy steers vLLM's scheduler through what it offers for that: the step in which a running request may decode next,
-the most tokens of a step, and the most tokens of one prompt in a step.
-
-With vLLM's async scheduling its workers count steps: a request decodes again P steps after it did, when the first stage
-has been told the token of the last. vLLM fills up with empty steps where fewer requests run; here the count of those
-left out goes along with the next real step (`Skipped`).
+With vLLM's async scheduling its workers count steps: the count of those left out goes along with the next real step
+(`Skipped`).
 """
 
 import asyncio
 import dataclasses
 import gc
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from async_pp.core.fit import Size
 from async_pp.core.gather import Scope
-from async_pp.core.policy import UNLIMITED, Balanced, FillFirst, Limits, Policy, PolicyName, Prompt, View
-from async_pp.engine.ports import Plan, StepTimes
+from async_pp.core.policy import FillFirst, Policy
+from async_pp.engine.ports import Attend, Plan, StepTimes
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor
-from async_pp.ranks.runner import Skipped
-
-PROMPTS_SEEN = 32
-"""Prompts that a policy is shown of those that wait: what one step can take, and little work where thousands wait."""
+from async_pp.engine.vllm_seam.connectors import ConnectorFold
+from async_pp.engine.vllm_seam.steering import Candidates, Steering
+from async_pp.ranks.runner import ConnectorOutput, Skipped
 
 
 def make_engine_core(config: VllmConfig, make_executor: Callable[[VllmConfig], BridgeExecutor], log_stats: bool) -> Any:
@@ -85,24 +80,23 @@ class VllmScheduler:
         self.policy = policy
         self._clock = clock
         config = core.vllm_config
-        self._cuts_prompts = (
-            config.scheduler_config.enable_chunked_prefill
-            and not config.scheduler_config.disable_chunked_mm_input
-            and not self.scheduler.need_mamba_block_aligned_split
-        )
-        speculative = config.speculative_config
-        self._tokens_per_decode = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
         self._stages = config.parallel_config.pipeline_parallel_size
-        self._paced = paced(config)
-        self._decode_steps = 0  # steps in flight that carry decodes and no prompt
-        self._held: dict[str, tuple[Request, int]] = {}  # left out of the latest plan, and when vLLM lets them decode
-        self._counts: deque[int] = deque()  # vLLM's count at each step in flight, oldest first
-        self._skipped = 0  # counts that no step was dispatched for
+        self._steering = Steering(core)
+        self._flying: deque[_Flying] = deque()  # steps in flight, oldest first
         self._samples = not core.is_pooling_model
         self._newest_drafts: Any = None
-        connectors = (self.scheduler.connector, self.scheduler.ec_connector)
-        self._has_connector = any(connector is not None for connector in connectors)
         self._carried: SchedulerOutput | None = None
+        self._receiving: set[str] = set()  # requests whose KV is on its way, also ones that were aborted meanwhile
+        self.connectors: ConnectorFold | None = None
+        kv, ec = self.scheduler.connector, self.scheduler.ec_connector
+        self._delivers = False  # whether a settle needs what every rank has to say of the step
+        if kv is not None or ec is not None:
+            ranks = config.parallel_config.world_size
+            expected = ranks if kv is None else kv.get_finished_count() or ranks
+            self.connectors = ConnectorFold(ranks, expected, self)
+            self._delivers = self.scheduler.requires_kv_delivery or bool(
+                config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
+            )
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -154,17 +148,20 @@ class VllmScheduler:
 
     # -- SchedulerPort -------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan | None:
-        """The next step, or None when nothing could run."""
-        if self.scheduler.pause_state == PauseState.PAUSED_ALL:
-            return None
+    def plan(self, ask: bool = False) -> Plan | Attend | None:
+        """The next step, or what is sent apart from the steps, or None when nothing could run.
+
+        Args:
+            ask: whether to ask the ranks for finished transfers when no step does it.
+        """
         changed = True
         while changed:
-            plan, changed = self._attempt()
+            plan, changed = self._attempt(ask)
             if plan is not None:
                 return plan
             # With nothing in flight nobody would ask again, so what could go now must be found now.
-            changed = changed or (self._paced and self._pass_counts())
+            oldest = self._flying[0].count if self._flying else None
+            changed = changed or (self._steering.paced and self._steering.pass_counts(oldest))
         return None
 
     def bitmask(self, plan: Plan) -> Any:
@@ -175,19 +172,44 @@ class VllmScheduler:
         return self.scheduler.get_grammar_bitmask(_output_of(plan))
 
     def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[EngineCoreOutputs]:
-        """Fold the answers and update vLLM's scheduler."""
+        """Update vLLM's scheduler with the answers and with what connectors have reported."""
         output, drafts = answers[output_rank]
-        if len(answers) > 1:
-            output = self._folded([answer for answer, _ in answers.values()], output_rank)
+        if self.connectors is not None:
+            for rank, answer in answers.items():
+                said = ConnectorOutput.of(output) if rank == output_rank else answer
+                if said is not None:
+                    self.connectors.add(rank, *said)
+            output = self._reported(output, self.connectors)
         outputs = self.scheduler.update_from_output(_output_of(plan), output)
-        self._decode_steps -= _only_decodes(plan)
-        self._counts.popleft()
+        self._flying.popleft()
         self.policy.settled(plan.decodes, plan.prompt_tokens, self._clock())
         if drafts is not None:
             self._newest_drafts = drafts
             if not self.core.async_scheduling:  # with it, the workers keep their drafts themselves
                 self.scheduler.update_draft_token_ids(drafts)
         return self._stamped(outputs)
+
+    def connector_output(self, rank: int, output: ConnectorOutput) -> Sequence[EngineCoreOutputs]:
+        """Fold what a rank's connectors report, apart from the step's own answers. The next settle takes it along; with
+        no step in flight it is settled here. Returns what the streams shall be told."""
+        if self.connectors is None:
+            raise RuntimeError(f"rank {rank} sent the output of a connector, and none is configured")
+        self.connectors.add(rank, *output)
+        if self._flying:
+            return []
+        settled = self._reported(EMPTY_MODEL_RUNNER_OUTPUT, self.connectors)
+        return self._told(self.scheduler.update_from_output(SchedulerOutput.make_empty(), settled))
+
+    @property
+    def transferring(self) -> bool:
+        """Whether anything waits for a connector: requests for their KV, blocks for being sent, or a push."""
+        scheduler = self.scheduler
+        if self.connectors is None:
+            return False
+        pushes = (c.has_pending_push_work() for c in (scheduler.connector, scheduler.ec_connector) if c is not None)
+        return bool(
+            scheduler.has_finished_requests() or scheduler.kv_holding_waiting or scheduler.waiting or any(pushes)
+        )
 
     def timed(self, plan: Plan, times: StepTimes) -> None:
         """Let the policy learn from the times of a step."""
@@ -200,138 +222,47 @@ class VllmScheduler:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _attempt(self) -> tuple[Plan | None, bool]:
+    def _attempt(self, ask: bool) -> tuple[Plan | Attend | None, bool]:
         """One call of vLLM's scheduler, or none at all when nothing could run.
 
-        Returns the step, if there is one, and whether another attempt may find one where this did not: a call that
-        preempts takes no waiting request, and may have preempted the very request that it was to take.
+        Returns what is to be sent, if there is anything, and whether another attempt may find a step where this did
+        not: a call that preempts takes no waiting request, and may have preempted the very request that it was to take.
         """
-        scheduler = self.scheduler
-        self._let_go()
-        running = self._running()
-        waiting, further = self._waiting()
-        ready, prompts = running.ready, running.chunked + waiting
-        to_tell = self._has_connector and scheduler.has_finished_requests()
-        if not ready and not prompts and not to_tell:
-            return None, False
-        view = View(
-            decodes=len(running.decoding),
-            ready=[request.num_computed_tokens for request in ready],
-            context=running.context,
-            flying=self._decode_steps,
-            prompts=[_prompt(request) for request in prompts],
-            begun=len(running.chunked),
-            further=further,
-            free_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
-            block_tokens=scheduler.block_size,
+        scheduler, steering = self.scheduler, self._steering
+        # Steps in flight ask the ranks themselves, and the next one takes along what there is to tell.
+        tells = (
+            self.connectors is not None
+            and not self._flying
+            and bool(scheduler.finished_req_ids or (ask and self.transferring))
         )
-        limits = self.policy.limits(view)
-        if not limits.decodes and not (prompts and limits.prompt_tokens) and not to_tell:
+        paused = scheduler.pause_state == PauseState.PAUSED_ALL
+        if paused and not tells:
             return None, False
-        self._hold(ready[limits.decodes :])
-        output = self._schedule(limits)
-        if not output.total_num_scheduled_tokens and not self._has_connector:
-            scheduler.current_step -= 1  # workers count what they get
-            self._carried = output if self._carried is None else _merged(self._carried, output)
+        # What loads its KV in a step in flight may yet turn out not to have it: no further chunk of it before.
+        loading = () if self.connectors is None else {name for step in self._flying for name in step.loads}
+        found = steering.candidates(loading)
+        if paused:
+            found = Candidates(kept=found.kept)
+        if not found.ready and not found.prompts and not tells:
+            return None, False
+        limits = self.policy.limits(steering.view(found, sum(step.only_decodes for step in self._flying)))
+        if not limits.decodes and not (found.prompts and limits.prompt_tokens) and not tells:
+            return None, False
+        output = steering.schedule(found, limits)
+        if self.connectors is not None:
+            self._note_receiving()
+        if output.total_num_scheduled_tokens:
+            if self._carried is not None:
+                output, self._carried = _merged(self._carried, output), None
+            return self._planned(output, found.decoding), False
+        preempted = bool(output.preempted_req_ids)
+        if self.connectors is not None:
             self._settle_empty(output)
-            return None, bool(output.preempted_req_ids)
-        if self._carried is not None:
-            output, self._carried = _merged(self._carried, output), None
-        return self._planned(output, running.decoding), False
-
-    def _running(self) -> "_Running":
-        """What runs, in one pass: with hundreds of requests this pass is most of what planning costs here."""
-        step = self.scheduler.current_step + 1  # what the next call will make of it
-        held, found = self._held, _Running()
-        for request in self.scheduler.running:
-            if request.is_prefill_chunk:
-                found.chunked.append(request)
-                continue
-            found.decoding.add(request.request_id)
-            found.context += request.num_computed_tokens
-            if request.next_decode_eligible_step <= step and _has_tokens(request) and request.request_id not in held:
-                found.ready.append(request)
-        if held:  # who was left out longest comes first
-            left_out = [request for request, _ in held.values() if request.request_id in found.decoding]
-            found.ready[:0] = [r for r in left_out if r.next_decode_eligible_step <= step and _has_tokens(r)]
-        return found
-
-    def _waiting(self) -> tuple[list[Request], int]:
-        """The next prompts that vLLM would begin, in its order, and how many more there is room for."""
-        scheduler = self.scheduler
-        room = scheduler.max_num_active_reqs - self._active()
-        if room <= 0:
-            return [], 0
-        waiting = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
-        shown = min(PROMPTS_SEEN, room)
-        prompts = list(itertools.islice(itertools.chain(scheduler.kv_holding_waiting, waiting), shown))
-        return prompts, min(room, len(scheduler.kv_holding_waiting) + len(waiting)) - len(prompts)
-
-    def _hold(self, requests: Iterable[Request]) -> None:
-        """Let the next call of `schedule()` leave these decodes out.
-
-        vLLM skips a running request while its scheduler's step counter is below the request's own.
-        """
-        self._held = {r.request_id: (r, r.next_decode_eligible_step) for r in requests}
-        for request, _ in self._held.values():
-            request.next_decode_eligible_step = (
-                self.scheduler.current_step + 2
-            )  # one more than the next call makes of it
-
-    def _let_go(self) -> None:
-        """Undo the last `_hold`: what is held is decided anew for each plan."""
-        for request, eligible_step in self._held.values():
-            request.next_decode_eligible_step = eligible_step
-
-    def _pass_counts(self) -> bool:
-        """Where only vLLM's count of steps keeps running requests back, count on to the first of them.
-
-        As with vLLM's own empty steps, no more than P counts lie between the oldest step in flight and the next one.
-        While steps are in flight, requests that something else keeps back are waited for: the next settle asks again.
-        A request that was preempted keeps its count, so that its prompt may be kept back as well.
-
-        Returns whether another attempt may find a step now.
-        """
-        scheduler = self.scheduler
-        self._let_go()
-        going = [request.next_decode_eligible_step for request in scheduler.running if _has_tokens(request)]
-        kept_back = [step for step in going if step > scheduler.current_step + 1]
-        if not kept_back:
-            return False
-        first = min(kept_back)
-        if self._counts and (len(kept_back) < len(going) or first - self._counts[0] > self._stages):
-            return False
-        passed = first - (scheduler.current_step + 1)
-        scheduler.current_step += passed
-        self._skipped += passed
-        return True
-
-    def _schedule(self, limits: Limits) -> SchedulerOutput:
-        """vLLM's `schedule()`, with no more prompt tokens than the policy's limits.
-
-        Only where a prompt may be cut anywhere: elsewhere a prompt longer than the share would never be taken.
-        """
-        scheduler = self.scheduler
-        if not self._cuts_prompts or limits.prompt_tokens == UNLIMITED:
-            return scheduler.schedule()
-        config = scheduler.scheduler_config
-        before = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs, config.long_prefill_token_threshold
-        most, active, longest = before
-        chunk = max(limits.chunk_tokens, self._tokens_per_decode)
-        tokens = limits.prompt_tokens + limits.decodes * self._tokens_per_decode
-        scheduler.max_num_scheduled_tokens = min(most, tokens)
-        scheduler.max_num_active_reqs = min(active, self._active() + limits.begin)
-        config.long_prefill_token_threshold = min(longest, chunk) if longest else chunk
-        try:
-            return scheduler.schedule()
-        finally:
-            scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs, config.long_prefill_token_threshold = (
-                before
-            )
-
-    def _active(self) -> int:
-        """Requests that hold a place in the workers' batches."""
-        return int(len(self.scheduler.running) + self.scheduler.num_waiting_for_streaming_input)
+            return Attend(output, again=preempted), False
+        scheduler.current_step -= 1  # workers count what they get
+        self._carried = output if self._carried is None else _merged(self._carried, output)
+        self._settle_empty(output)
+        return None, preempted
 
     def _planned(self, output: SchedulerOutput, decoding: set[str]) -> Plan:
         scheduled, requests = output.num_scheduled_tokens, self.scheduler.requests
@@ -344,37 +275,73 @@ class VllmScheduler:
                 decodes += 1
                 decode_tokens += tokens
         tokens = output.total_num_scheduled_tokens
+        skipped, self._steering.skipped = self._steering.skipped, 0
+        loads = output.has_sync_kv_loads
         plan = Plan(
             requests=tuple(scheduled),
-            work=Skipped(self._skipped, output) if self._skipped else output,
+            work=Skipped(skipped, output) if skipped else output,
             samples=tokens > 0 and self._samples,
             pending_tokens=output.pending_structured_output_tokens,
-            scope=Scope.ALL if self._has_connector else Scope.OUTPUT,
+            scope=Scope.ALL if self._delivers or loads else Scope.OUTPUT,
             decodes=decodes,
             prompt_tokens=tokens - decode_tokens,
             size=Size(len(scheduled), tokens, attention),
         )
-        self._skipped = 0
-        self._counts.append(self.scheduler.current_step)
-        self._decode_steps += _only_decodes(plan)
+        self._flying.append(
+            _Flying(
+                count=self.scheduler.current_step,
+                only_decodes=decodes > 0 and not plan.prompt_tokens,
+                loads=tuple(name for name in scheduled if requests[name].num_external_computed_tokens) if loads else (),
+            )
+        )
         return plan
 
     def _settle_empty(self, output: SchedulerOutput) -> None:
-        outputs = self.scheduler.update_from_output(output, EMPTY_MODEL_RUNNER_OUTPUT)
-        self._emit([told for told in self._stamped(outputs) if told.outputs])
+        self._emit(self._told(self.scheduler.update_from_output(output, EMPTY_MODEL_RUNNER_OUTPUT)))
+
+    def _told(self, outputs: dict[int, EngineCoreOutputs]) -> list[EngineCoreOutputs]:
+        """Of outputs that no step stands behind those that say something."""
+        return [told for told in self._stamped(outputs) if told.outputs]
 
     def _stamped(self, outputs: dict[int, EngineCoreOutputs]) -> list[EngineCoreOutputs]:
         self.core._attach_weight_version(outputs)  # noqa: SLF001 - the one place where vLLM stamps it
         return list(outputs.values())
 
-    def _folded(self, answers: list[Any], output_rank: int) -> Any:
-        """All ranks' answers as one, by vLLM's own aggregators."""
-        executor = self.core.model_executor
-        folded = answers[output_rank]
-        for aggregator in (executor.kv_output_aggregator, executor.ec_output_aggregator):
-            if aggregator is not None:
-                folded = aggregator.aggregate(answers, output_rank=output_rank)
-        return folded
+    # -- connectors ------------------------------------------------------------------------------------------------
+
+    def known(self, request_id: str) -> bool:
+        """Whether vLLM's scheduler knows the request; see `connectors.Requests`."""
+        return request_id in self.scheduler.requests
+
+    def ended(self, request_id: str) -> bool:
+        """Whether it has ended, and its blocks wait for a connector."""
+        request = self.scheduler.requests.get(request_id)
+        return request is not None and bool(request.is_finished())
+
+    def receiving(self) -> Iterable[str]:
+        """Requests whose KV is on its way, also ones that were aborted meanwhile."""
+        return self._receiving
+
+    def blocks(self, request_id: str) -> set[int]:
+        """KV blocks that it holds."""
+        return {block for group in self.scheduler.kv_cache_manager.get_block_ids(request_id) for block in group}
+
+    def _note_receiving(self) -> None:
+        scheduler = self.scheduler
+        for request in scheduler.kv_holding_waiting:
+            if (
+                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                and request.request_id not in scheduler.finished_recving_kv_req_ids
+            ):
+                self._receiving.add(request.request_id)
+
+    def _reported(self, output: ModelRunnerOutput, fold: ConnectorFold) -> ModelRunnerOutput:
+        """An output with what the connectors of all ranks have reported, instead of its own rank's."""
+        kv, ec = fold.take()
+        self._receiving -= kv.finished_recving or set()
+        self._receiving &= self.scheduler.requests.keys()
+        # A copy: vLLM's empty output is one object for all.
+        return dataclasses.replace(output, kv_connector_output=kv, ec_connector_output=ec)
 
     def _watch_grammar(self, request: Request) -> None:
         """Be woken when the request's grammar is compiled: until then it cannot be scheduled."""
@@ -384,66 +351,23 @@ class VllmScheduler:
             compiling.add_done_callback(lambda _: self._wake())
 
 
-@dataclasses.dataclass(slots=True)
-class _Running:
-    """Running requests, sorted.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Flying:
+    """A step in flight.
 
     Attributes:
-        chunked: those whose prompt is not yet scheduled to its end.
-        decoding: ids of the others.
-        context: tokens of those, in the KV cache or on the way there.
-        ready: those of them that could go now.
+        count: vLLM's count of steps at it.
+        only_decodes: whether it carries decodes and no prompt.
+        loads: its requests that load KV within it.
     """
 
-    chunked: list[Request] = dataclasses.field(default_factory=list)
-    decoding: set[str] = dataclasses.field(default_factory=set)
-    context: int = 0
-    ready: list[Request] = dataclasses.field(default_factory=list)
-
-
-def paced(config: VllmConfig) -> bool:
-    """Whether vLLM's workers prescribe when a request may decode again."""
-    stages = config.parallel_config.pipeline_parallel_size
-    return bool(stages > 1 and config.scheduler_config.async_scheduling and config.use_v2_model_runner)
-
-
-def make_policy(name: PolicyName, config: VllmConfig) -> Policy:
-    """The policy of this name for a configuration.
-
-    On CPUs the stages share memory bandwidth, and mostly cores with the engine.
-    """
-    stages = config.parallel_config.pipeline_parallel_size
-    if name == "fill-first" or stages == 1:
-        return FillFirst()
-    return Balanced(
-        stages,
-        ahead=not config.scheduler_config.async_scheduling,
-        shared=current_platform.is_cpu(),
-        paced=paced(config),
-    )
-
-
-def _has_tokens(request: Request) -> bool:
-    """Whether a running request has tokens that no step in flight carries, and may get another one."""
-    computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-    if not placeholders:
-        return bool(request.num_tokens_with_spec > computed)
-    # Async scheduling. Its last token may be in flight.
-    if computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
-        return False
-    return bool(request.num_tokens_with_spec + placeholders > computed)
-
-
-def _prompt(request: Request) -> Prompt:
-    return Prompt(request.num_computed_tokens, request.num_tokens - request.num_computed_tokens)
+    count: int
+    only_decodes: bool
+    loads: tuple[str, ...]
 
 
 def _output_of(plan: Plan) -> SchedulerOutput:
     return plan.work.work if isinstance(plan.work, Skipped) else plan.work
-
-
-def _only_decodes(plan: Plan) -> bool:
-    return plan.decodes > 0 and not plan.prompt_tokens
 
 
 def _merged(earlier: SchedulerOutput, later: SchedulerOutput) -> SchedulerOutput:
