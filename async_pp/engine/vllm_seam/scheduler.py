@@ -291,7 +291,7 @@ class VllmScheduler:
             _Flying(
                 count=self.scheduler.current_step,
                 only_decodes=decodes > 0 and not plan.prompt_tokens,
-                loads=tuple(name for name in scheduled if requests[name].num_external_computed_tokens) if loads else (),
+                loads=_beginning(output) if loads else (),
             )
         )
         return plan
@@ -358,7 +358,7 @@ class _Flying:
     Attributes:
         count: vLLM's count of steps at it.
         only_decodes: whether it carries decodes and no prompt.
-        loads: its requests that load KV within it.
+        loads: its requests that may load KV within it: with any that does, all that begin in it.
     """
 
     count: int
@@ -368,6 +368,11 @@ class _Flying:
 
 def _output_of(plan: Plan) -> SchedulerOutput:
     return plan.work.work if isinstance(plan.work, Skipped) else plan.work
+
+
+def _beginning(output: SchedulerOutput) -> tuple[str, ...]:
+    """Requests that begin, or begin again, with this step."""
+    return (*(new.req_id for new in output.scheduled_new_reqs), *output.scheduled_cached_reqs.resumed_req_ids)
 
 
 def _merged(earlier: SchedulerOutput, later: SchedulerOutput) -> SchedulerOutput:
