@@ -10,6 +10,7 @@ that is the same; for others this fold differs where vLLM's would leak blocks, f
   that transfer: before it the blocks, once reused, would be written by those ranks.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import MISSING, fields
@@ -18,6 +19,8 @@ from typing import Any, Protocol
 from vllm.v1.outputs import ECConnectorOutput, KVConnectorOutput
 
 from async_pp.core.transfers import Transfers
+
+_log = logging.getLogger(__name__)
 
 APART = frozenset(
     {"finished_sending", "finished_recving", "failed_recving", "invalid_block_ids", "expected_finished_count"}
@@ -51,8 +54,9 @@ class ConnectorFold:
         requests: looked at for each report and each `take`.
 
     Attributes:
-        dropped: reports that changed nothing, by reason.
-        unfolded: fields of a newer vLLM that could not be folded, by name: of several ranks' values the last is told.
+        dropped: reports that changed nothing, by reason; the first of each is logged.
+        unfolded: fields of a newer vLLM that could not be folded, by name: of several ranks' values the last is
+            told, and the first such case is logged.
     """
 
     def __init__(self, ranks: int, expected: int, requests: Requests) -> None:
@@ -85,18 +89,23 @@ class ConnectorFold:
             if self._requests.known(request_id):
                 self._sending.report(request_id, rank)
             else:
-                self.dropped["sending, of an unknown request"] += 1
+                self._drop("sending, of an unknown request")
         receiving = set(self._requests.receiving()) if kv.finished_recving or kv.failed_recving else set()
         for request_id in kv.finished_recving or ():
             if request_id in receiving:
                 self._receiving.report(request_id, rank)
             else:
-                self.dropped["receiving, of a request that does not receive"] += 1
-        if strange := kv.failed_recving - receiving:
-            self.dropped["failure, of a request that does not receive"] += len(strange)
+                self._drop("receiving, of a request that does not receive")
+        for _ in kv.failed_recving - receiving:
+            self._drop("failure, of a request that does not receive")
         self._failed |= kv.failed_recving & receiving
         self._invalid |= kv.invalid_block_ids
         _fold(self._kv, kv, APART, self.unfolded)
+
+    def _drop(self, reason: str) -> None:
+        self.dropped[reason] += 1
+        if self.dropped[reason] == 1:
+            _log.warning("a connector reported the end of %s; such reports are dropped, and counted", reason)
 
     def take(self) -> tuple[KVConnectorOutput, ECConnectorOutput | None]:
         """What the scheduler shall be told now. Told once."""
@@ -160,3 +169,5 @@ def _fold(into: dict[str, Any], output: Any, apart: Container[str], unfolded: Co
         else:
             into[name] = value
             unfolded[name] += 1
+            if unfolded[name] == 1:
+                _log.warning("connector output has a field %s that cannot be folded: one rank's value is used", name)
