@@ -152,6 +152,17 @@ CONTRACT: Contract = {
     ("v1/outputs.py", "AsyncModelRunnerOutput"): {
         "get_output": "",
     },
+    ("v1/outputs.py", "KVConnectorOutput"): {
+        "is_empty": "",
+    },
+    ("v1/outputs.py", "ECConnectorOutput"): {
+        "is_empty": "",
+    },
+    ("distributed/kv_transfer/kv_connector/v1/base.py", "KVConnectorBase_V1"): {
+        "get_finished_count": "",
+        "has_pending_push_work": "",
+        "requires_kv_delivery": "",
+    },
     ("v1/engine/output_processor.py", "OutputProcessor"): {
         "__init__": "tokenizer, *, log_stats, stream_interval=, tracing_enabled=, admission_stats=",
         "process_outputs": "engine_core_outputs, engine_core_timestamp=, iteration_stats=, weight_version=",

@@ -105,7 +105,7 @@ class ConnectorFold:
     def _drop(self, reason: str) -> None:
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
-            _log.warning("a connector reported the end of %s; such reports are dropped, and counted", reason)
+            _log.warning("a report of a connector was dropped; further ones like it are counted only: %s", reason)
 
     def take(self) -> tuple[KVConnectorOutput, ECConnectorOutput | None]:
         """What the scheduler shall be told now. Told once."""
