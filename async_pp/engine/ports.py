@@ -83,8 +83,9 @@ class SchedulerPort(Protocol):
     def settle(self, plan: Plan, answers: Mapping[int, Any], output_rank: int) -> Sequence[Any]:
         """Take the answers of a step, by rank. Returns what the streams shall be told."""
 
-    def connector_output(self, rank: int, output: Any) -> Sequence[Any]:
-        """Take what a rank's connectors report apart from the answers. Returns what the streams shall be told."""
+    def connector_output(self, rank: int, output: Any) -> Sequence[Any] | None:
+        """Take what a rank's connectors report apart from the answers. Returns what the streams shall be told, or None
+        when nothing that waits can go on by it."""
 
     @property
     def transferring(self) -> bool:

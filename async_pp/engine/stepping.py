@@ -163,14 +163,18 @@ class Stepping:
     async def _await_connectors(self, rank: int, answer: asyncio.Future[Any]) -> None:
         output = await answer
         self._attending -= 1
-        if output is not None:
-            self._fold(rank, output)
-        elif not self._attending:
+        if output is None:
             self._rest()
+        else:
+            self._fold(rank, output)
 
     def _fold(self, rank: int, output: Any) -> None:
+        told = self._scheduler.connector_output(rank, output)
+        if told is None:  # not a reason to plan: connectors with statistics would keep planner and ranks busy
+            self._rest()
+            return
         self._waiting_since_s = None  # something moves: ask soon again
-        self._emit(self._scheduler.connector_output(rank, output))
+        self._emit(told)
         self._planner.wake()
 
     def _rest(self) -> None:

@@ -31,9 +31,9 @@ class FakeScheduler:
             return Attend("transfers?")
         return self.todo.pop(0) if self.todo else None
 
-    def connector_output(self, rank: int, output: Any) -> Sequence[Any]:
+    def connector_output(self, rank: int, output: Any) -> Sequence[Any] | None:
         self.outputs.append((rank, output))
-        return []
+        return None if output == "statistics" else []
 
     def bitmask(self, plan: Plan) -> Any:
         self.masks.append(plan.work)

@@ -259,6 +259,12 @@ def test_idle_ranks_are_asked_for_transfers_after_growing_pauses_and_not_while_a
             await asyncio.sleep(MOST_PAUSE_S)
             assert scheduler.outputs and asked_s[-1] - asked_s[-2] < 2 * LEAST_PAUSE_S, "something moves: ask soon"
 
+            executor.says = "statistics"
+            await asyncio.sleep(1.0)
+            before = len(asked_s)
+            await asyncio.sleep(1.0)
+            assert len(asked_s) < before + 30, "what moves nothing is not asked for sooner"
+
             executor.says = None
             scheduler.todo.append(a_plan("a"))
             steps.wake()

@@ -313,7 +313,7 @@ class _Metered:
         self.vllm_ms.append(1000 * took.vllm_s)
         return outputs
 
-    def connector_output(self, rank: int, output: Any) -> Sequence[EngineCoreOutputs]:
+    def connector_output(self, rank: int, output: Any) -> Sequence[EngineCoreOutputs] | None:
         return self._scheduler.connector_output(rank, output)
 
     @property

@@ -189,16 +189,23 @@ class VllmScheduler:
                 self.scheduler.update_draft_token_ids(drafts)
         return self._stamped(outputs)
 
-    def connector_output(self, rank: int, output: ConnectorOutput) -> Sequence[EngineCoreOutputs]:
+    def connector_output(self, rank: int, output: ConnectorOutput) -> Sequence[EngineCoreOutputs] | None:
         """Fold what a rank's connectors report, apart from the step's own answers. The next settle takes it along; with
-        no step in flight it is settled here. Returns what the streams shall be told."""
+        no step in flight it is settled here.
+
+        Returns what the streams shall be told, or None when nothing that waits could go on by it: a transfer has not
+        ended on every rank, or there were only statistics.
+        """
         if self.connectors is None:
             raise RuntimeError(f"rank {rank} sent the output of a connector, and none is configured")
         self.connectors.add(rank, *output)
         if self._flying:
-            return []
+            return None
         settled = self._reported(EMPTY_MODEL_RUNNER_OUTPUT, self.connectors)
-        return self._told(self.scheduler.update_from_output(SchedulerOutput.make_empty(), settled))
+        kv, ec = settled.kv_connector_output, settled.ec_connector_output
+        outputs = self._told(self.scheduler.update_from_output(SchedulerOutput.make_empty(), settled))
+        moved = kv.finished_sending or kv.finished_recving or kv.failed_recving or kv.invalid_block_ids or ec
+        return outputs if moved or outputs else None
 
     @property
     def transferring(self) -> bool:
