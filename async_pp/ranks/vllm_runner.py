@@ -5,6 +5,8 @@ What is added around the worker, and nothing else:
 - the CPU runner's missing hand-over buffer (`make_buffer`), and the missing `drafter` of stages that do not draft;
 - seeded requests whose prompts are cut, on CPUs (`_discarded_draw_nothing`);
 - waiting for the former stage without spinning (`handover`), one loop for all process groups (`gloo`);
+- what the encoder-cache connector of a stage reports (`encoder_cache`), and the later stages of an instance that only
+  encodes, which get no hidden states to compute on;
 - draft tokens travel with their step's own answer, instead of being fetched by a later call that would find the next
   step's, and outputs that a device still copies are waited for.
 """
@@ -23,9 +25,10 @@ from vllm.distributed import get_pp_group
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.logger import configure_logging
 from vllm.platforms import current_platform
-from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, make_empty_encoder_model_runner_output
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from async_pp.ranks.encoder_cache import EncoderCacheReports
 from async_pp.ranks.gloo import share_one_loop
 from async_pp.ranks.handover import Handovers
 from async_pp.ranks.runner import ConnectorOutput, Report, Skipped
@@ -53,6 +56,8 @@ class VllmRunner:
         self._takes_drafts = False
         self._made = False  # the wrapper holds a worker
         self._handovers = Handovers()
+        self._encoder_cache = EncoderCacheReports()
+        self._idle = False  # a stage after the first, of an instance that only encodes
         self.began_s = 0.0
 
     def start(self, vllm_config: VllmConfig, init_method: str, environment: Mapping[str, str]) -> None:
@@ -91,6 +96,11 @@ class VllmRunner:
         runner: Any = getattr(self.worker.worker, "model_runner", None)
         if runner is not None:
             make_buffer(runner, vllm_config)
+        first_stage = self._rank < parallel.tensor_parallel_size
+        transfer = vllm_config.ec_transfer_config
+        if runner is not None and transfer is not None and first_stage:
+            self._encoder_cache.watch(runner)
+        self._idle = transfer is not None and transfer.is_encode_only and not first_stage
         if runner is not None and vllm_config.speculative_config is not None and not hasattr(runner, "drafter"):
             # Only the last stage drafts. Elsewhere vLLM leaves the attribute out, yet asks it when it makes the cache.
             runner.drafter = None
@@ -106,10 +116,17 @@ class VllmRunner:
                 self.worker.worker.model_runner.update_pp_decode_requests()
             payload = payload.work
         entered_s = time.monotonic()
-        output = self.worker.execute_model(payload)
+        if self._idle:
+            output = make_empty_encoder_model_runner_output(payload)
+        else:
+            output = self.worker.execute_model(payload)
         own: float | None = getattr(self.worker.worker, "began_s", None)
         self.began_s = max(entered_s, self._handovers.arrived_s) if own is None else own
-        return None if output is None else self._answer(output)
+        if output is None:
+            return None
+        if not payload.total_num_scheduled_tokens:
+            self._encoder_cache.ask(payload)
+        return self._answer(output)
 
     def sample(self, payload: Any) -> Any:
         """Sample under the grammar bitmask."""
@@ -122,7 +139,11 @@ class VllmRunner:
 
     def attend(self, work: Any) -> ConnectorOutput | None:
         """A scheduler's output without a token, for the connectors."""
-        return ConnectorOutput.of(self.worker.execute_model(work))
+        if self._idle:
+            return None
+        output = self.worker.execute_model(work)
+        self._encoder_cache.ask(work)
+        return ConnectorOutput.of(self._encoder_cache.attached(output))
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         """Apply `function` to this runner."""
@@ -142,6 +163,7 @@ class VllmRunner:
     def _answer(self, output: Any) -> tuple[Any, Any]:
         if isinstance(output, AsyncModelRunnerOutput):
             output = output.get_output()
+        output = self._encoder_cache.attached(output)
         drafts = self.worker.take_draft_token_ids() if self._takes_drafts else None
         return output, drafts
 

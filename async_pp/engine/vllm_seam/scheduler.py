@@ -94,9 +94,10 @@ class VllmScheduler:
             ranks = config.parallel_config.world_size
             expected = ranks if kv is None else kv.get_finished_count() or ranks
             self.connectors = ConnectorFold(ranks, expected, self)
-            self._delivers = self.scheduler.requires_kv_delivery or bool(
-                config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
-            )
+            encodes = config.ec_transfer_config is not None and config.ec_transfer_config.is_encode_only
+            events = config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
+            # Of an instance that only encodes the output rank has nothing to compute, and answers first.
+            self._delivers = bool(self.scheduler.requires_kv_delivery or events or encodes)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
