@@ -5,6 +5,7 @@ What is added around the worker, and nothing else:
 - the CPU runner's missing hand-over buffer (`make_buffer`), and the missing `drafter` of stages that do not draft;
 - seeded requests whose prompts are cut, on CPUs (`_discarded_draw_nothing`);
 - waiting for the former stage without spinning (`handover`), one loop for all process groups (`gloo`);
+- a folder for each tensor-parallel rank, where a KV connector's files do not tell them apart (`connectors`);
 - draft tokens travel with their step's own answer, instead of being fetched by a later call that would find the next
   step's, and outputs that a device still copies are waited for.
 """
@@ -26,6 +27,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from async_pp.ranks.connectors import own_folder
 from async_pp.ranks.gloo import share_one_loop
 from async_pp.ranks.handover import Handovers
 from async_pp.ranks.runner import Report, Skipped
@@ -70,6 +72,8 @@ class VllmRunner:
             os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
         configure_logging(vllm_config.logging_config)
         parallel = vllm_config.parallel_config
+        if vllm_config.kv_transfer_config is not None:
+            own_folder(vllm_config.kv_transfer_config, self._rank % parallel.tensor_parallel_size)
         share_one_loop()
         self.worker = WorkerWrapperBase(rpc_rank=self._rank, global_rank=self._rank)
         arguments: list[dict[str, Any]] = [{} for _ in range(self._ranks)]

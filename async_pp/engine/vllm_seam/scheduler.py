@@ -39,6 +39,7 @@ from async_pp.core.gather import Scope
 from async_pp.core.policy import UNLIMITED, Balanced, FillFirst, Limits, Policy, PolicyName, Prompt, View
 from async_pp.engine.ports import Plan, StepTimes
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor
+from async_pp.engine.vllm_seam.connectors import takes_whole_prompts
 from async_pp.ranks.runner import Skipped
 
 PROMPTS_SEEN = 32
@@ -89,6 +90,7 @@ class VllmScheduler:
             config.scheduler_config.enable_chunked_prefill
             and not config.scheduler_config.disable_chunked_mm_input
             and not self.scheduler.need_mamba_block_aligned_split
+            and not takes_whole_prompts(self.scheduler.connector)
         )
         speculative = config.speculative_config
         self._tokens_per_decode = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
