@@ -112,11 +112,9 @@ def stored_files(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("several", PP2),
-        ("own", TP2_PP2),
-        pytest.param("several", TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("own", PP2, marks=pytest.mark.slow),
-        *[pytest.param("example", sizes, marks=pytest.mark.slow) for sizes in (PP2, TP2_PP2)],
+        ("several", TP2_PP2),
+        pytest.param("several", PP2, marks=pytest.mark.slow),
+        *[pytest.param(kind, sizes, marks=pytest.mark.slow) for kind in ("example", "own") for sizes in (PP2, TP2_PP2)],
     ],
 )
 async def test_tokens_are_the_same_with_what_was_stored_and_without(kind: str, sizes: Any, tmp_path: Path) -> None:
