@@ -7,6 +7,7 @@ What is added around the worker, and nothing else:
 - waiting for the former stage without spinning (`handover`), one loop for all process groups (`gloo`);
 - what the encoder-cache connector of a stage reports (`encoder_cache`), and the later stages of an instance that only
   encodes, which get no hidden states to compute on;
+- a folder for each tensor-parallel rank, where a KV connector's files do not tell them apart (`connectors`);
 - draft tokens travel with their step's own answer, instead of being fetched by a later call that would find the next
   step's, and outputs that a device still copies are waited for.
 """
@@ -28,6 +29,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, make_empty_encoder_model_runner_output
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from async_pp.ranks.connectors import own_folder
 from async_pp.ranks.encoder_cache import EncoderCacheReports
 from async_pp.ranks.gloo import share_one_loop
 from async_pp.ranks.handover import Handovers
@@ -75,6 +77,8 @@ class VllmRunner:
             os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
         configure_logging(vllm_config.logging_config)
         parallel = vllm_config.parallel_config
+        if vllm_config.kv_transfer_config is not None:
+            own_folder(vllm_config.kv_transfer_config, self._rank % parallel.tensor_parallel_size)
         share_one_loop()
         self.worker = WorkerWrapperBase(rpc_rank=self._rank, global_rank=self._rank)
         arguments: list[dict[str, Any]] = [{} for _ in range(self._ranks)]

@@ -25,6 +25,7 @@ EMBEDDED = ("default", "tiny")
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TLS_FILES = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+_KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -67,6 +68,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str]) -> Preflight:
     model = given.get("model_tag") or given.get("model")
     if model is not None and model not in EMBEDDED:
         check_model(model, stages, given, environment)
+    check_transfer(str(given.get("kv_transfer_config", "")))
     for name in _TLS_FILES:
         if given.get(name) and not Path(given[name]).is_file():
             raise ConfigError(f"--{name.replace('_', '-')}: no such file: {given[name]}")
@@ -168,6 +170,33 @@ def check_model(model: str, stages: int, given: Mapping[str, Any], environment: 
     layers = layers_of(config)
     if layers is not None and stages > layers and not given.get("hf_overrides"):
         raise ConfigError(f"--pipeline-parallel-size {stages} is greater than the {layers} layers of {model}")
+
+
+def check_transfer(text: str) -> None:
+    """Refuse a KV connector whose role is not said, here or within another one.
+
+    Args:
+        text: of --kv-transfer-config. What is no JSON object is left to vLLM's parser.
+
+    Raises:
+        ConfigError: with the connector's name.
+    """
+    try:
+        transfer = json.loads(text)
+    except ValueError:
+        return
+    left = [transfer]
+    while left:
+        each = left.pop()
+        if not isinstance(each, dict):
+            continue
+        name, role = each.get("kv_connector"), each.get("kv_role")
+        if name is not None and role not in _KV_ROLES:
+            said = "is missing" if role is None else f"cannot be {role!r}"
+            raise ConfigError(f"--kv-transfer-config: kv_role of {name} {said}: give one of {', '.join(_KV_ROLES)}")
+        extra = each.get("kv_connector_extra_config")
+        inner = extra.get("connectors") if name == "MultiConnector" and isinstance(extra, dict) else None
+        left += inner if isinstance(inner, list) else []
 
 
 def _config_of(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,13 +70,36 @@ def test_nothing_given():
         (["--enable-elastic-ep"], "elastic"),
         (["--distributed-executor-backend", "ray"], "leave it out"),
         (["--distributed-executor-backend", "external_launcher"], "leave it out"),
+        (["--kv-transfer-config", '{"kv_connector": "A"}'], "kv_role of A is missing"),
+        (["--kv-transfer-config", '{"kv_connector": "A", "kv_role": "both"}'], "kv_role of A cannot be 'both'"),
+        (
+            [
+                "--kv-transfer-config",
+                (
+                    '{"kv_connector": "MultiConnector", "kv_role": "kv_both", '
+                    '"kv_connector_extra_config": {"connectors": [{"kv_connector": "B"}]}}'
+                ),
+            ],
+            "kv_role of B is missing",
+        ),
     ],
 )
 def test_refuses(model, argv, words):
     assert words in refused([model, *([] if "--port" in argv else FREE), *argv])
 
 
-@pytest.mark.parametrize("argv", [["--api-server-count", "1"], ["-dp", "1"], ["--nnodes", "1"], ["--node-rank", "0"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--api-server-count", "1"],
+        ["-dp", "1"],
+        ["--nnodes", "1"],
+        ["--node-rank", "0"],
+        ["--kv-transfer-config", '{"kv_connector": "A", "kv_role": "kv_both"}'],
+        ["--kv-transfer-config.kv_connector", "A"],
+        ["--kv-transfer-config", "left to vLLM"],
+    ],
+)
 def test_accepts_the_harmless_value(model, argv):
     check([model, *FREE, *argv], {}).close()
 

@@ -40,6 +40,16 @@ def test_arguments_and_environment_are_left_as_they_were() -> None:
     assert config.logging_config.log_level == "ERROR"
 
 
+def connector(name: str, **more: Any) -> dict[str, Any]:
+    """Return the arguments of vLLM's KVTransferConfig for one connector."""
+    return {"kv_connector": name, "kv_role": "kv_both", **more}
+
+
+def several(*names: str) -> dict[str, Any]:
+    """Return the arguments of vLLM's KVTransferConfig for a MultiConnector of these."""
+    return connector("MultiConnector", kv_connector_extra_config={"connectors": [connector(name) for name in names]})
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -47,6 +57,24 @@ def test_arguments_and_environment_are_left_as_they_were() -> None:
         ({"distributed_executor_backend": "ray"}, "brings its own ranks"),
         ({"max_model_len": -5}, "max_model_len"),
         ({"quantization": "no-such"}, "no-such"),
+        ({"kv_transfer_config": connector("OffloadingConnector")}, "OffloadingConnector does not work on CPU"),
+        ({"kv_transfer_config": connector("SimpleCPUOffloadConnector")}, "SimpleCPUOffloadConnector does not work on"),
+        ({"kv_transfer_config": several("ExampleConnector", "OffloadingConnector")}, "does not work on CPU"),
+        ({"kv_offloading_size": 1.0}, "OffloadingConnector does not work on CPU"),
+        ({"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"}, "lmcache"),
+        ({"kv_transfer_config": connector("NoSuch")}, "vLLM has no KV connector NoSuch"),
+        ({"kv_transfer_config": several("NoSuch")}, "vLLM has no KV connector NoSuch"),
+        ({"kv_transfer_config": several()}, 'MultiConnector needs "connectors"'),
+        (
+            {"kv_transfer_config": connector("Mine", kv_connector_module_path="no.such.module")},
+            "KV connector Mine: module no.such.module cannot be used: No module named 'no'",
+        ),
+        (
+            {"kv_transfer_config": connector("Mine", kv_connector_module_path="tests.vllm.own_connector")},
+            "Class Mine not found in tests.vllm.own_connector",
+        ),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector"}}, "Please specify kv_role"),
+        ({"kv_transfer_config": connector("ExampleConnector", kv_role="both")}, "kv_role"),
     ],
 )
 def test_what_cannot_work_is_one_line(arguments: dict[str, Any], said: str) -> None:

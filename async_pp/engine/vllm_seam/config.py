@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
+from async_pp.engine.vllm_seam.connector_config import check_known, check_platform
 from async_pp.engine.vllm_seam.plugin import BACKEND
 from async_pp.errors import ConfigError, first_of
 from async_pp.ranks.environment import split_cores
@@ -67,6 +68,7 @@ def make_config(args: AsyncEngineArgs, usage_context: Any) -> tuple[VllmConfig, 
     args.logging_config = dataclasses.replace(logging_config, configure_logging=False, pylogging_config_file=None)
     args.log_level = args.log_config_file = None
     with captured_environment() as written, config_errors():
+        check_known(args.kv_transfer_config)
         config = args.create_engine_config(usage_context=usage_context)
     config.logging_config = logging_config
     check(config)
@@ -87,7 +89,9 @@ def config_errors() -> Iterator[None]:
         yield
     except Exception as error:
         first = first_of(error)
-        if isinstance(first, (ValueError, TypeError, OSError, NotImplementedError, AssertionError, KeyError)):
+        if isinstance(
+            first, (ValueError, TypeError, OSError, NotImplementedError, AssertionError, KeyError, ImportError)
+        ):
             raise ConfigError(_one_line(first)) from first
         if first is not error:
             raise first from None
@@ -112,9 +116,7 @@ def check(config: VllmConfig) -> None:
     stages = parallel.pipeline_parallel_size
     if layers is not None and stages > layers:
         raise ConfigError(f"pipeline parallel size {stages} is greater than the model's {layers} layers")
-    transfer = config.kv_transfer_config
-    if transfer is not None and current_platform.is_cpu() and transfer.has_connector("OffloadingConnector"):
-        raise ConfigError("OffloadingConnector does not work on CPU: leave it out or run on a GPU")
+    check_platform(config.kv_transfer_config)
 
 
 def share_memory(config: VllmConfig) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from async_pp.core.policy import UNLIMITED, Balanced, FillFirst, Limits, Policy, PolicyName, Prompt, View
+from async_pp.engine.vllm_seam.connector_config import takes_whole_prompts
 
 PROMPTS_SEEN = 32
 """Prompts that a policy is shown of those that wait: what one step can take, and little work where thousands wait."""
@@ -73,6 +74,7 @@ class Steering:
             config.scheduler_config.enable_chunked_prefill
             and not config.scheduler_config.disable_chunked_mm_input
             and not self.scheduler.need_mamba_block_aligned_split
+            and not takes_whole_prompts(self.scheduler.connector)
         )
         speculative = config.speculative_config
         self._tokens_per_decode = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
