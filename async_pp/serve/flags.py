@@ -203,7 +203,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise ConfigError(message)
+            raise ConfigError(" ".join(message.split()))  # a validator's spans several lines
 
     parser = make_arg_parser(Parser(prog=PROG))
     add_group(parser)

@@ -135,7 +135,8 @@ out = {
     "verbose": real(["--verbose"])["uvicorn_log_level"],
     "both": real(["--verbose", "--uvicorn_log_level", "error"])["uvicorn_log_level"],
     "bad": [real(["--nonsense"]), real(["--tool-call-parser", "x", "--enable-auto-tool-choice"]),
-            real(["--enable-auto-tool-choice"]), real(["--chat-template", "/no/such.jinja"])],
+            real(["--enable-auto-tool-choice"]), real(["--chat-template", "/no/such.jinja"]),
+            real(["--kv-transfer-config.kv_connector", "ExampleConnector"])],
 }
 print("RESULT" + json.dumps(out))
 """

@@ -75,9 +75,12 @@ def test_nothing_given():
         (
             [
                 "--kv-transfer-config",
-                (
-                    '{"kv_connector": "MultiConnector", "kv_role": "kv_both", '
-                    '"kv_connector_extra_config": {"connectors": [{"kv_connector": "B"}]}}'
+                json.dumps(
+                    {
+                        "kv_connector": "MultiConnector",
+                        "kv_role": "kv_both",
+                        "kv_connector_extra_config": {"connectors": [{"kv_connector": "B"}]},
+                    }
                 ),
             ],
             "kv_role of B is missing",
