@@ -26,7 +26,7 @@ from vllm.distributed import get_pp_group
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.logger import configure_logging
 from vllm.platforms import current_platform
-from vllm.v1.outputs import AsyncModelRunnerOutput, make_empty_encoder_model_runner_output
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, make_empty_encoder_model_runner_output
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from async_pp.ranks.connectors import own_folder
@@ -139,7 +139,16 @@ class VllmRunner:
 
     def connector_output(self, answer: Any) -> ConnectorOutput | None:
         """What the connectors of this rank report with an answer that is not sent."""
-        return None if answer is None else ConnectorOutput.of(answer[0])
+        if answer is not None:
+            return ConnectorOutput.of(answer[0])
+        # Of a step without sampling (pooling), a stage before the last keeps its report for a `sample_tokens` that does
+        # not come.
+        runner: Any = getattr(self.worker.worker, "model_runner", None)
+        kept = getattr(runner, "kv_connector_output", None)
+        if kept is not None:
+            runner.kv_connector_output = None
+        output = ModelRunnerOutput.with_kv_conn_output_only(kept)
+        return ConnectorOutput.of(self._encoder_cache.attached(output))
 
     def attend(self, work: Any) -> ConnectorOutput | None:
         """A scheduler's output without a token, for the connectors."""

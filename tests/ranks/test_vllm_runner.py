@@ -35,3 +35,16 @@ def test_a_step_begins_when_the_call_comes_or_when_the_former_stage_has_handed_o
 def test_a_worker_that_knows_when_it_began_is_believed() -> None:
     runner, *_ = executed(began_s=4.5)
     assert runner.began_s == 4.5
+
+
+def test_what_connectors_report_in_a_step_without_sampling_is_not_left_behind() -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from async_pp.ranks.vllm_runner import VllmRunner
+
+    runner = VllmRunner(0, 2, lambda name: None)
+    of_vllm = SimpleNamespace(kv_connector_output=KVConnectorOutput(finished_sending={"a"}))
+    runner.worker = SimpleNamespace(worker=SimpleNamespace(model_runner=of_vllm))
+    output = runner.connector_output(None)
+    assert output is not None and output.kv.finished_sending == {"a"} and output.ec is None
+    assert runner.connector_output(None) is None, "told once"

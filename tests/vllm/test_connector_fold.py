@@ -265,6 +265,7 @@ def test_a_send_is_told_when_its_request_has_ended_and_no_longer_receives() -> N
     fold.add(0, report(finished_recving={"b"}), None)
     kv, _ = fold.take()
     assert kv.finished_recving == {"b"} and kv.finished_sending is None, "one end frees the blocks"
+    assert fold.open == (), "and the other is forgotten with it"
 
 
 def test_blocks_that_one_rank_failed_to_load_are_told_when_every_rank_has_ended() -> None:

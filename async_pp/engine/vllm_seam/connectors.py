@@ -17,6 +17,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Protocol
 
 from vllm.v1.outputs import ECConnectorOutput, KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from async_pp.core.transfers import Transfers
 
@@ -43,6 +44,56 @@ class Requests(Protocol):
 
     def blocks(self, request_id: str) -> set[int]:
         """KV blocks that it holds."""
+
+
+def receives(scheduler: Any, request: Any) -> bool:
+    """Whether a request waits for its KV, which is on its way from elsewhere.
+
+    Args:
+        scheduler: vLLM's scheduler.
+        request: one of its requests.
+    """
+    waits: bool = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    return waits and request.request_id not in scheduler.finished_recving_kv_req_ids
+
+
+class SchedulerRequests:
+    """`Requests` of vLLM's scheduler. It forgets what an aborted request waited for, so that is noted here.
+
+    Args:
+        scheduler: vLLM's scheduler.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._receiving: set[str] = set()
+
+    def note(self) -> None:
+        """After each `schedule()`: note whose KV is on its way."""
+        waiting = self._scheduler.kv_holding_waiting
+        self._receiving.update(request.request_id for request in waiting if receives(self._scheduler, request))
+
+    def received(self, request_ids: set[str]) -> None:
+        """The KV of these requests is there, on every rank."""
+        self._receiving -= request_ids
+        self._receiving &= self._scheduler.requests.keys()
+
+    def known(self, request_id: str) -> bool:
+        """See `Requests`."""
+        return request_id in self._scheduler.requests
+
+    def ended(self, request_id: str) -> bool:
+        """See `Requests`."""
+        request = self._scheduler.requests.get(request_id)
+        return request is not None and bool(request.is_finished())
+
+    def receiving(self) -> Iterable[str]:
+        """See `Requests`."""
+        return self._receiving
+
+    def blocks(self, request_id: str) -> set[int]:
+        """See `Requests`."""
+        return {block for group in self._scheduler.kv_cache_manager.get_block_ids(request_id) for block in group}
 
 
 class ConnectorFold:
@@ -115,7 +166,8 @@ class ConnectorFold:
         self._receiving.forget(set(self._receiving.open) - receiving)
         # An aborted request that still receives is freed by the end of that alone.
         sent = self._sending.take(lambda request_id: requests.ended(request_id) and request_id not in receiving)
-        self._sending.forget([request_id for request_id in self._sending.open if not requests.known(request_id)])
+        over = {request_id for request_id in received if requests.ended(request_id)}
+        self._sending.forget([name for name in self._sending.open if name in over or not requests.known(name)])
         failed = self._failed & received
         self._failed = (self._failed - failed) & receiving
         kv = KVConnectorOutput(

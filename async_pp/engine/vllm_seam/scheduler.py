@@ -35,7 +35,7 @@ from async_pp.core.gather import Scope
 from async_pp.core.policy import FillFirst, Policy
 from async_pp.engine.ports import Attend, Plan, StepTimes
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor
-from async_pp.engine.vllm_seam.connectors import ConnectorFold
+from async_pp.engine.vllm_seam.connectors import ConnectorFold, SchedulerRequests
 from async_pp.engine.vllm_seam.steering import Candidates, Steering
 from async_pp.ranks.runner import ConnectorOutput, Skipped
 
@@ -86,14 +86,14 @@ class VllmScheduler:
         self._samples = not core.is_pooling_model
         self._newest_drafts: Any = None
         self._carried: SchedulerOutput | None = None
-        self._receiving: set[str] = set()  # requests whose KV is on its way, also ones that were aborted meanwhile
+        self._requests = SchedulerRequests(self.scheduler)
         self.connectors: ConnectorFold | None = None
         kv, ec = self.scheduler.connector, self.scheduler.ec_connector
         self._delivers = False  # whether a settle needs what every rank has to say of the step
         if kv is not None or ec is not None:
             ranks = config.parallel_config.world_size
             expected = ranks if kv is None else kv.get_finished_count() or ranks
-            self.connectors = ConnectorFold(ranks, expected, self)
+            self.connectors = ConnectorFold(ranks, expected, self._requests)
             encodes = config.ec_transfer_config is not None and config.ec_transfer_config.is_encode_only
             events = config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
             # Of an instance that only encodes the output rank has nothing to compute, and answers first.
@@ -258,7 +258,7 @@ class VllmScheduler:
             return None, False
         output = steering.schedule(found, limits)
         if self.connectors is not None:
-            self._note_receiving()
+            self._requests.note()
         if output.total_num_scheduled_tokens:
             if self._carried is not None:
                 output, self._carried = _merged(self._carried, output), None
@@ -315,39 +315,10 @@ class VllmScheduler:
         self.core._attach_weight_version(outputs)  # noqa: SLF001 - the one place where vLLM stamps it
         return list(outputs.values())
 
-    # -- connectors ------------------------------------------------------------------------------------------------
-
-    def known(self, request_id: str) -> bool:
-        """Whether vLLM's scheduler knows the request; see `connectors.Requests`."""
-        return request_id in self.scheduler.requests
-
-    def ended(self, request_id: str) -> bool:
-        """Whether it has ended, and its blocks wait for a connector."""
-        request = self.scheduler.requests.get(request_id)
-        return request is not None and bool(request.is_finished())
-
-    def receiving(self) -> Iterable[str]:
-        """Requests whose KV is on its way, also ones that were aborted meanwhile."""
-        return self._receiving
-
-    def blocks(self, request_id: str) -> set[int]:
-        """KV blocks that it holds."""
-        return {block for group in self.scheduler.kv_cache_manager.get_block_ids(request_id) for block in group}
-
-    def _note_receiving(self) -> None:
-        scheduler = self.scheduler
-        for request in scheduler.kv_holding_waiting:
-            if (
-                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-                and request.request_id not in scheduler.finished_recving_kv_req_ids
-            ):
-                self._receiving.add(request.request_id)
-
     def _reported(self, output: ModelRunnerOutput, fold: ConnectorFold) -> ModelRunnerOutput:
         """An output with what the connectors of all ranks have reported, instead of its own rank's."""
         kv, ec = fold.take()
-        self._receiving -= kv.finished_recving or set()
-        self._receiving &= self.scheduler.requests.keys()
+        self._requests.received(kv.finished_recving or set())
         # A copy: vLLM's empty output is one object for all.
         return dataclasses.replace(output, kv_connector_output=kv, ec_connector_output=ec)
 

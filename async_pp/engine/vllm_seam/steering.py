@@ -17,10 +17,11 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from async_pp.core.policy import UNLIMITED, Balanced, FillFirst, Limits, Policy, PolicyName, Prompt, View
 from async_pp.engine.vllm_seam.connector_config import takes_whole_prompts
+from async_pp.engine.vllm_seam.connectors import receives
 
 PROMPTS_SEEN = 32
 """Prompts that a policy is shown of those that wait: what one step can take, and little work where thousands wait."""
@@ -185,14 +186,10 @@ class Steering:
         room = scheduler.max_num_active_reqs - self._active()
         if room <= 0:
             return
-        holding = [request for request in scheduler.kv_holding_waiting if not self._receives(request)]
+        holding = [request for request in scheduler.kv_holding_waiting if not receives(scheduler, request)]
         waiting = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
         found.waiting += itertools.islice(itertools.chain(holding, waiting), min(PROMPTS_SEEN, room))
         found.further = min(room, len(holding) + len(waiting)) - len(found.waiting)
-
-    def _receives(self, request: Request) -> bool:
-        receives: bool = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        return receives and request.request_id not in self.scheduler.finished_recving_kv_req_ids
 
     def _hold(self, requests: Iterable[Request]) -> None:
         """Let the next call of `schedule()` leave these decodes out.
