@@ -112,8 +112,8 @@ def stored_files(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("several", TP2_PP2),
-        pytest.param("several", PP2, marks=pytest.mark.slow),
+        ("several", PP2),
+        pytest.param("several", TP2_PP2, marks=pytest.mark.slow),
         *[pytest.param(kind, sizes, marks=pytest.mark.slow) for kind in ("example", "own") for sizes in (PP2, TP2_PP2)],
     ],
 )
