@@ -11,6 +11,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from async_pp.bench import BenchFailed
+from async_pp.bench.pipeline.connectors import NONE, Connector
+from async_pp.bench.pipeline.kv_connector import transfer_config
 from async_pp.bench.pipeline.loads import MAX_MODEL_LEN, MAX_SEQUENCES, MAX_STEP_TOKENS, Arrival, Load, Section
 from async_pp.bench.pipeline.measured import Answered, Measured, Row
 from async_pp.bench.pipeline.worker import CONFIG_KEY, QUALNAME
@@ -21,12 +23,13 @@ LOAD_LIMIT_S = 600
 """For one load; far above what a working engine needs for the largest that makes sense."""
 
 
-def arguments(folder: Path, stages: Sequence[StageTime]) -> dict[str, Any]:
+def arguments(folder: Path, stages: Sequence[StageTime], connector: Connector = NONE) -> dict[str, Any]:
     """What both engines are given as `AsyncEngineArgs`.
 
     Args:
         folder: for the ranks' sockets, with the model in it: see `surroundings.private_folder`.
         stages: time of each stage.
+        connector: of every rank.
     """
     times_s = [[stage.alpha_s, stage.beta_s, stage.gamma_s] for stage in stages]
     return {
@@ -41,6 +44,7 @@ def arguments(folder: Path, stages: Sequence[StageTime]) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "enforce_eager": True,
         "disable_log_stats": True,
+        "kv_transfer_config": transfer_config(connector),
     }
 
 

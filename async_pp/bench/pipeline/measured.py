@@ -47,7 +47,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Round:
-    """What every system did, load by load in the order of the settings; None for one that was not asked for."""
+    """What every system did, in the order of `Settings.cases`; None for one that was not asked for.
+
+    Bare pipe and formula know no connectors: theirs is the same for all cases of a load.
+    """
 
     ours: list[Measured]
     vllm: list[Measured] | None
@@ -64,7 +67,8 @@ class Figures:
         ttft_ms_p50: from arrival to first token, of requests of a `COUNTED` kind.
         itl_ms_p99, itl_ms_mean: from one token of a request to the next.
         long_ttft_ms_p50, long_alone_ttft_ms: of a long prompt that meets a short request, and of one that does not.
-        empty_steps: steps without tokens that reached the ranks.
+        empty_steps: steps without tokens that reached the ranks; with a connector also what asks idle ranks, apart from
+            steps.
         sequences_per_step: mean over the other steps.
         stage_use: share of the sections' time in which a stage worked, mean over the stages.
     """

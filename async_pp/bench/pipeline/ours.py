@@ -7,6 +7,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_pp.bench import BenchFailed
 from async_pp.bench.devices import policy_of
+from async_pp.bench.pipeline.connectors import Connector
 from async_pp.bench.pipeline.engines import Client, arguments
 from async_pp.bench.pipeline.loads import WARM_UP
 from async_pp.bench.pipeline.measured import Measured
@@ -15,18 +16,19 @@ from async_pp.engine.client import AsyncPPEngine
 from async_pp.errors import EngineFailed
 
 
-async def measure(settings: Settings, folder: Path, tell: Tell) -> list[Measured]:
+async def measure(settings: Settings, connector: Connector, folder: Path, tell: Tell) -> list[Measured]:
     """Measure every load. Nothing of the engine is left afterwards.
 
     Args:
         settings: what to measure.
+        connector: of every rank.
         folder: for the ranks' sockets; the model is in it.
         tell: told what is done now.
 
     Raises:
         BenchFailed: the engine or a request failed.
     """
-    args = AsyncEngineArgs(**arguments(folder, settings.stages))
+    args = AsyncEngineArgs(**arguments(folder, settings.stages, connector))
     policy = policy_of(settings.policy, len(settings.stages))
     found: list[Measured] = []
     try:

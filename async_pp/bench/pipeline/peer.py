@@ -15,6 +15,7 @@ import msgspec
 
 from async_pp.bench import BenchFailed
 from async_pp.bench.group import end_group
+from async_pp.bench.pipeline.connectors import Connector
 from async_pp.bench.pipeline.engines import LOAD_LIMIT_S
 from async_pp.bench.pipeline.measured import Measured
 from async_pp.bench.pipeline.peer_process import Failed, Heard, Job, Result
@@ -34,18 +35,19 @@ MOST_LINE_BYTES = 1 << 28
 """Of a result: a hundred bytes per step, stage and token would fill it in hours."""
 
 
-async def measure(settings: Settings, folder: Path, tell: Tell) -> list[Measured]:
+async def measure(settings: Settings, connector: Connector, folder: Path, tell: Tell) -> list[Measured]:
     """Measure every load. Nothing of vLLM is left afterwards.
 
     Args:
         settings: what to measure.
+        connector: of every rank.
         folder: for the ranks' sockets and temporary files; the model is in it. Its process removes it.
         tell: told what is done now.
 
     Raises:
         BenchFailed: vLLM or a request failed; with its last words.
     """
-    job = Job(str(folder), settings.stages, settings.loads)
+    job = Job(str(folder), settings.stages, settings.loads, connector)
     tell("starting")
     with tempfile.TemporaryFile() as log:
         async with _running(job, log) as answers:

@@ -20,6 +20,7 @@ import uvloop
 
 from async_pp.bench import BenchFailed
 from async_pp.bench.group import end_group
+from async_pp.bench.pipeline.connectors import Connector
 from async_pp.bench.pipeline.loads import WARM_UP, Load
 from async_pp.bench.pipeline.measured import Measured
 from async_pp.ranks.sleeping_runner import StageTime
@@ -32,11 +33,13 @@ class Job(msgspec.Struct, frozen=True):
         folder: for the ranks' sockets and all else that is made, with the model in it; removed at the end.
         stages: time of each stage.
         loads: in order.
+        connector: of every rank.
     """
 
     folder: str
     stages: tuple[StageTime, ...]
     loads: tuple[Load, ...]
+    connector: Connector
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +85,8 @@ async def _measure(job: Job, pipe: socket.socket) -> None:
 
     from async_pp.bench.pipeline.engines import Client, arguments
 
-    args = AsyncEngineArgs(**arguments(Path(job.folder), job.stages), distributed_executor_backend="mp")
+    values = arguments(Path(job.folder), job.stages, job.connector)
+    args = AsyncEngineArgs(**values, distributed_executor_backend="mp")
     config = args.create_engine_config()
     # The configuration asks for spawned workers on CPUs. These have no threads to lose, and forked ones start faster.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

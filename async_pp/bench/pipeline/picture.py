@@ -1,4 +1,4 @@
-"""The picture of a run: for each load the work of every stage over time, and where the stages' time went.
+"""The picture of a run: for each case the work of every stage over time, and where the stages' time went.
 
 Drawn on a figure of its own, without pyplot: no backend is chosen and no global state of matplotlib is changed.
 """
@@ -29,23 +29,23 @@ Shares = Mapping[str, float]
 def draw(settings: Settings, newest: Round, reports: Sequence[Report], path: Path) -> None:
     """Draw the rounds' last one, with the shares of the reports, into a file.
 
-    One row per load: the timelines of ours and, where it was run, of vLLM, over the middle of the load's last section;
+    One row per case: the timelines of ours and, where it was run, of vLLM, over the middle of the load's last section;
     then a bar per system. A bar on a timeline is a step on a stage, its colour says how many sequences it has, hatching
     that it has prompt tokens.
     """
     systems = {"async_pp": newest.ours, **({"vllm": newest.vllm} if newest.vllm is not None else {})}
-    height_in = len(settings.loads) * (1.4 + 0.16 * settings.pp)
+    height_in = len(settings.cases) * (1.4 + 0.16 * settings.pp)
     figure = Figure(figsize=(6.5 * len(systems) + 3.5, height_in), layout="constrained")
     widths = [2.0] * len(systems) + [1.0]
-    axes = figure.subplots(len(settings.loads), len(widths), squeeze=False, width_ratios=widths)
-    for index, (load, report) in enumerate(zip(settings.loads, reports, strict=True)):
+    axes = figure.subplots(len(settings.cases), len(widths), squeeze=False, width_ratios=widths)
+    for index, (case, report) in enumerate(zip(settings.cases, reports, strict=True)):
         *timelines, bars = axes[index]
         shown = {name: _window(measured[index]) for name, measured in systems.items()}
         most = max((row[3] for rows in shown.values() for stage in rows for row in stage), default=1)
         colours = ScalarMappable(Normalize(0, most), colormaps[SHADES])
         for axis, (name, rows) in zip(timelines, shown.items(), strict=True):
             _timeline(axis, rows, colours)
-            axis.set_title(f"{load.name}: {name}")
+            axis.set_title(f"{case.title}: {name}")
         figure.colorbar(colours, ax=timelines[-1], label="sequences")
         _bars(bars, {name: _shares(report, name) for name in systems})
     figure.savefig(path)

@@ -1,10 +1,12 @@
-"""The order of a run: each system alone, one after the other, and nothing of it left before the next."""
+"""The order of a run: each system alone, with each connector, and nothing of it left before the next."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from async_pp.bench.pipeline import bare, oracle, ours
-from async_pp.bench.pipeline.measured import Round
+from async_pp.bench.pipeline.connectors import Connector
+from async_pp.bench.pipeline.measured import Measured, Round
 from async_pp.bench.pipeline.settings import Settings, Tell
 from async_pp.bench.pipeline.surroundings import private_folder
 from async_pp.bench.stopping import run_coroutine
@@ -29,17 +31,42 @@ async def _rounds(settings: Settings, model: Path, tell: Tell) -> list[Round]:
     found = []
     for number in range(1, settings.rounds + 1):
         said = partial(_tell_at, tell, f"round {number} of {settings.rounds}")
-        with private_folder(model, settings.pp) as folder:
-            own = await ours.measure(settings, folder, partial(_tell_at, said, "async_pp"))
-        vllm = None
+        own = []
+        for connector in settings.connectors:
+            with private_folder(model, settings.pp) as folder:
+                told = _teller(settings, connector, said, "async_pp")
+                own.append(await ours.measure(settings, connector, folder, told))
+        vllm: list[list[Measured]] | None = None
         if settings.against_vllm:
             from async_pp.bench.pipeline import peer  # psutil, which it needs, is an extra
 
-            with private_folder(model, settings.pp) as folder:
-                vllm = await peer.measure(settings, folder, partial(_tell_at, said, "vllm"))
+            vllm = []
+            for connector in settings.connectors:
+                with private_folder(model, settings.pp) as folder:
+                    told = _teller(settings, connector, said, "vllm")
+                    vllm.append(await peer.measure(settings, connector, folder, told))
         pipe = await bare.measure(settings, partial(_tell_at, said, "bare pipe"))
-        found.append(Round(own, vllm, pipe, [oracle.compute(load, settings.stages) for load in settings.loads]))
+        formula = [oracle.compute(load, settings.stages) for load in settings.loads]
+        several = len(settings.connectors)
+        found.append(
+            Round(
+                ours=_by_case(own),
+                vllm=None if vllm is None else _by_case(vllm),
+                bare_pipe=_by_case([pipe] * several),
+                formula=_by_case([formula] * several),
+            )
+        )
     return found
+
+
+def _by_case(of_connectors: Sequence[Sequence[Measured]]) -> list[Measured]:
+    """What was measured of each load, connector by connector, in the order of `Settings.cases`."""
+    return [measured for of_load in zip(*of_connectors, strict=True) for measured in of_load]
+
+
+def _teller(settings: Settings, connector: Connector, tell: Tell, system: str) -> Tell:
+    alone = settings.connectors == (connector,)
+    return partial(_tell_at, tell, system if alone else f"{system}, connector {connector.name}")
 
 
 def _tell_at(tell: Tell, where: str, text: str) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from async_pp.bench.pipeline import connectors
+from async_pp.bench.pipeline.connectors import Connector
 from async_pp.bench.pipeline.loads import Conditions, Load, find, names
 from async_pp.bench.pipeline.surroundings import measuring
 from async_pp.bench.settings import check_file
@@ -50,6 +52,19 @@ def add_command(commands: Any) -> None:
         default="balanced",
         help="how this engine splits its load (default: balanced)",
     )
+    add(
+        "--connector",
+        default=connectors.NONE.name,
+        metavar="NAME[,NAME]",
+        help="KV connector of every rank, for both systems, each measured in turn: none, on-time, or late-K, where the "
+        "first rank reports K steps late (default: none)",
+    )
+    add(
+        "--kv-role",
+        choices=connectors.ROLES,
+        default=connectors.ON_TIME.role,
+        help="of the connector, as vLLM has it; with kv_consumer no step needs every rank (default: kv_both)",
+    )
     add("--rate", type=float, default=0.7, help="of poisson, as a share of the limit (default: 0.7)")
     add("--duration", type=float, default=20.0, metavar="S", help="of the arrivals of poisson (default: 20)")
     add("--seed", type=int, default=0, help="of poisson (default: 0)")
@@ -89,12 +104,26 @@ def run(args: Namespace, tell: Tell) -> str:
 
 
 @dataclass(frozen=True)
+class Case:
+    """What is measured at a time: a load, with a connector."""
+
+    load: Load
+    connector: Connector
+
+    @property
+    def title(self) -> str:
+        """For a person."""
+        return self.load.name if self.connector.late_steps is None else f"{self.load.name}, {self.connector.name}"
+
+
+@dataclass(frozen=True)
 class Settings:
     """One run of the bench.
 
     Attributes:
         stages: time of each stage; their number is the pipeline size.
         loads: what to measure, in order.
+        connectors: with which KV connectors, in order.
         against_vllm: measure vLLM too.
         policy: how our engine splits its load.
         rounds: how often everything is repeated.
@@ -103,6 +132,7 @@ class Settings:
 
     stages: tuple[StageTime, ...]
     loads: tuple[Load, ...]
+    connectors: tuple[Connector, ...]
     against_vllm: bool
     policy: PolicyName
     rounds: int
@@ -113,6 +143,11 @@ class Settings:
     def pp(self) -> int:
         """Pipeline size."""
         return len(self.stages)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """Every load with every connector, load by load."""
+        return tuple(Case(load, connector) for load in self.loads for connector in self.connectors)
 
 
 def stage_times(texts: Sequence[str], pp: int) -> tuple[StageTime, ...]:
@@ -169,6 +204,7 @@ def check(args: Namespace) -> Settings:
     return Settings(
         stages=stages,
         loads=loads,
+        connectors=connectors.find(args.connector, args.kv_role, args.pp),
         against_vllm=args.against == "vllm",
         policy=args.policy,
         rounds=args.rounds,

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from async_pp.bench.pipeline.kv_connector import sends_of
 from async_pp.ranks.sleeping_runner import Load, SleepingStage, StageTime
 
 QUALNAME = f"{__name__}.SleepingWorker"
@@ -34,6 +35,8 @@ class SleepingWorker(WorkerBase):  # type: ignore[misc, unused-ignore]
         self._stage = SleepingStage(
             config["folder"], self.rank, self._last + 1, StageTime(*config["times_s"][self.rank])
         )
+        self._sends = sends_of(self.vllm_config.kv_transfer_config, self.rank)
+        self._report: KVConnectorOutput | None = None
         self._prompts: dict[str, int] = {}
         self._open: Any = None
         self._rows: list[tuple[float, float, int, int]] = []
@@ -91,6 +94,9 @@ class SleepingWorker(WorkerBase):  # type: ignore[misc, unused-ignore]
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """No cache is made."""
 
+    def get_kv_connector_handshake_metadata(self) -> None:
+        """The ranks of the KV connector have nothing to tell each other."""
+
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         """No cache is made."""
 
@@ -104,22 +110,33 @@ class SleepingWorker(WorkerBase):  # type: ignore[misc, unused-ignore]
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
-        """Sleep through a step. An empty one is only counted: it has nothing that a next stage could wait for."""
+        """Sleep through a step. An empty one is only counted: it has nothing that a next stage could wait for.
+
+        As in vLLM's runner, what a KV connector reports is in the answer of an empty step, else in that of
+        `sample_tokens`, on every rank.
+        """
         tokens, sequences = scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
         for request in scheduler_output.finished_req_ids:
             self._prompts.pop(request, None)
         if not tokens:
             self._rows.append((self._stage.began_s, self._stage.began_s, 0, 0))
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return ModelRunnerOutput.with_kv_conn_output_only(self._reported(scheduler_output))
         self._rows.append((*self._stage.step(Load(sequences, tokens)), tokens, sequences))
+        self._report = self._reported(scheduler_output)
         self._open = scheduler_output
         return None
+
+    def _reported(self, scheduler_output: Any) -> KVConnectorOutput | None:
+        if self._sends is None:
+            return None
+        return KVConnectorOutput(finished_sending=self._sends.step(scheduler_output.finished_req_ids))
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
         """A token for each request whose known tokens are all computed by this step; the last stage's answer counts."""
         step, self._open = self._open, None
+        report, self._report = self._report, None
         if step is None or self.rank < self._last:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return ModelRunnerOutput.with_kv_conn_output_only(report)
         missing = {}
         for new in step.scheduled_new_reqs:
             self._prompts[new.req_id] = len(new.prompt_token_ids)
@@ -132,4 +149,5 @@ class SleepingWorker(WorkerBase):  # type: ignore[misc, unused-ignore]
             req_ids=list(scheduled),
             req_id_to_index={request: index for index, request in enumerate(scheduled)},
             sampled_token_ids=[[TOKEN] if tokens >= missing[request] else [] for request, tokens in scheduled.items()],
+            kv_connector_output=report,
         )

@@ -46,27 +46,32 @@ def test_percentile_is_the_nearest_rank():
     assert percentile([3, 1], 0.5) == 1
 
 
-def made(rounds, *, vllm=True, paced=True, bubble=None):
-    argv = ["pipeline", "--pp", "2", "--against", "vllm" if vllm else "none"]
+def made(rounds, *, vllm=True, paced=True, bubble=None, connectors="none"):
+    argv = ["pipeline", "--pp", "2", "--against", "vllm" if vllm else "none", "--connector", connectors]
     settings = check(parser().parse_args(argv))
     load = Load("mixed", SECTIONS, paced=paced)
     object.__setattr__(settings, "loads", (load,))
     of = [
         Round(
-            [Measured([Answered(0.0, [[1.0, 1.0 + gap]]), ANSWERS[1]], ROWS, bubble)],
-            [Measured(ANSWERS, ROWS)] if vllm else None,
-            [Measured(ANSWERS)],
-            [Measured(ANSWERS)],
+            [_slower(case, gap, bubble) for case in range(len(settings.cases))],
+            [Measured(ANSWERS, ROWS)] * len(settings.cases) if vllm else None,
+            [Measured(ANSWERS)] * len(settings.cases),
+            [Measured(ANSWERS)] * len(settings.cases),
         )
         for gap in rounds
     ]
     return settings, report.rows(settings, of)
 
 
+def _slower(by_s, gap, bubble):
+    return Measured([Answered(0.0, [[1.0, 1.0 + gap + by_s]]), ANSWERS[1]], ROWS, bubble)
+
+
 def test_rows_are_medians_and_null_where_nothing_was_run():
     _, (row,) = made([1.0, 4.0, 2.0], vllm=False, bubble={"busy": 0.25, "no_work": 0.75})
-    assert list(row)[:6] == [
+    assert list(row)[:7] == [
         "load",
+        "connector",
         "pp",
         "tokens_per_s",
         "vllm_tokens_per_s",
@@ -81,6 +86,25 @@ def test_rows_are_medians_and_null_where_nothing_was_run():
     assert json.loads(report.as_json([row])) == [row]
 
 
+def test_ratios_are_to_the_same_round_without_a_connector():
+    _, rows = made([1.0, 4.0, 2.0], connectors="none,late-1")
+    assert [(row["load"], row["connector"]) for row in rows] == [("mixed", "none"), ("mixed", "late-1")]
+    # The section that differs takes 2, 5 and 3 s without and a second more with it, the other one 6 s.
+    assert [row["ratio_to_none"] for row in rows] == [1, pytest.approx(9 / 10)]
+    assert [row["vllm_ratio_to_none"] for row in rows] == [1, 1]
+    _, (row,) = made([1.0], connectors="late-1", vllm=False)
+    assert (row["ratio_to_none"], row["vllm_ratio_to_none"]) == (None, None)
+
+
+def test_the_table_has_a_line_for_each_connector():
+    _, rows = made([1.0], connectors="none,late-1")
+    title, *lines = report.table(rows).splitlines()
+    assert "connector" in title and "of none" in title
+    assert [line.split()[:2] for line in lines[:2]] == [["mixed", "none"], ["none", "vllm"]]
+    assert [line.split()[:2] for line in lines[4:]] == [["late-1", "async_pp"], ["late-1", "vllm"]]
+    assert "88.9%" in lines[4] and "%" not in lines[0].partition("of none")[2]
+
+
 def test_goodput_is_of_paced_loads_only():
     _, (row,) = made([1.0], paced=False)
     assert not any("goodput" in name for name in row)
@@ -91,6 +115,7 @@ def test_the_table_has_a_line_per_system_and_no_empty_column():
     title, *lines = report.table(rows).splitlines()
     assert [line.removeprefix("mixed").split("  ")[0].strip() or line.split()[0] for line in lines]
     assert [word in title for word in ("of pipe", "long TTFT", "goodput", "seq/step")] == [True] * 4
+    assert "connector" not in title and "of none" not in title
     assert [name for line in lines for name in ("async_pp", "vllm", "bare pipe", "formula") if name in line] == [
         "async_pp",
         "bare pipe",

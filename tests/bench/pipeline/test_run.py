@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from async_pp.bench.__main__ import main
+from async_pp.bench.pipeline.connectors import NONE
 from async_pp.bench.pipeline.loads import WARM_UP
 from async_pp.bench.pipeline.peer_process import Job
 from async_pp.bench.pipeline.surroundings import ENVIRONMENT, with_layers
@@ -46,9 +47,12 @@ def test_ours_beside_the_bare_pipe_and_the_formula(tmp_path, capsys):
 def test_vllm_runs_the_same_loads(tmp_path):
     out = tmp_path / "figures.json"
     argv = ["pipeline", "--pp", "2", "--load", "burst-2", "--load", "short-into-long-prefill", "--json", str(out)]
-    assert main(argv) == 0
-    for row in json.loads(out.read_text()):
+    assert main([*argv, "--connector", "none,late-2"]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["connector"] for row in rows] == ["none", "late-2"] * 2
+    for row in rows:
         assert 0 < row["vllm_tokens_per_s"] < row["formula_tokens_per_s"]
+        assert row["ratio_to_none"] > 0.5 and row["vllm_ratio_to_none"] > 0
         assert row["vllm_empty_steps"] >= 0 and row["vllm_ttft_ms_p50"] > 0
 
 
@@ -62,7 +66,7 @@ def test_the_peers_process_ends_with_its_socket_and_removes_its_folder(tmp_path)
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
-        ours.sendall(msgspec.json.encode(Job(str(folder), (StageTime(0.01),), (WARM_UP,))) + b"\n")
+        ours.sendall(msgspec.json.encode(Job(str(folder), (StageTime(0.01),), (WARM_UP,), NONE)) + b"\n")
     assert process.wait(30) == -signal.SIGKILL
     assert not folder.exists()
 

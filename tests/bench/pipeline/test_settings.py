@@ -35,6 +35,11 @@ def parsed(*argv):
         (["--load", "all", "--load", "poisson"], "twice"),
         (["--against", "sglang"], "sglang"),
         (["--policy", "even"], "even"),
+        (["--connector", "nixl"], "nixl"),
+        (["--connector", "late-0"], "late-0"),
+        (["--connector", "none,late-2,late-02"], "once"),
+        (["--pp", "1", "--connector", "late-2"], "--pp 2"),
+        (["--kv-role", "kv_none"], "kv_none"),
         (["--json", "/"], "--json"),
         (["--picture", "/no/such/folder/p.png"], "--picture"),
         (["--picture", "p.jpg"], ".png"),
@@ -60,6 +65,7 @@ def test_defaults():
     chosen = parsed()
     assert chosen.stages == (StageTime(0.004, 0.001, 0.0001),) * 8
     assert [load.name for load in chosen.loads] == ["burst-32"]
+    assert [case.title for case in chosen.cases] == ["burst-32"]
     assert (chosen.against_vllm, chosen.policy, chosen.rounds, chosen.json, chosen.picture) == (
         True,
         "balanced",
@@ -72,6 +78,11 @@ def test_defaults():
 @pytest.mark.parametrize("argv", [["--stage", "1,0,0;2,0,0"], ["--stage", "1,0,0", "--stage", "2,0,0"]])
 def test_stages_may_be_unequal(argv):
     assert parsed("--pp", "2", *argv).stages == (StageTime(0.001), StageTime(0.002))
+
+
+def test_every_load_is_measured_with_every_connector():
+    chosen = parsed("--pp", "2", "--load", "burst-1", "--load", "burst-2", "--connector", "none,late-3")
+    assert [case.title for case in chosen.cases] == ["burst-1", "burst-1, late-3", "burst-2", "burst-2, late-3"]
 
 
 def test_help_and_checks_import_nothing_heavy():
