@@ -36,6 +36,7 @@ print(json.dumps(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:])))
 """
 
 
+@pytest.mark.slow  # test_cache has the same of a recipe that takes no time; the model itself is used by the tests of vLLM
 @pytest.mark.timeout(300)
 def test_kill_resume_and_two_at_once(tmp_path: Path) -> None:
     first = start(tmp_path)
