@@ -6,7 +6,8 @@
     ├── EngineFailed             ours: the rank set of one epoch is gone; carries rank, epoch, step, request ids
     │   ├── RankLost             a rank process ended (signal, exit, out of memory)
     │   ├── RankError            a rank raised; carries its traceback as text
-    │   └── StartupError         a rank did not become ready; carries the phase it was in
+    │   ├── StartupError         a rank did not become ready; carries the phase it was in
+    │   └── RequestLost          one request was given up with a rank set; the engine goes on
     ├── EngineClosed             clean end: the engine was closed, nothing failed
     └── WireError                a frame that was refused; nothing in it was decoded
         ├── BadFrame             its shape, order or content is wrong
@@ -126,6 +127,15 @@ class StartupError(EngineFailed):
     ) -> None:
         super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
         self.phase = phase
+
+
+class RequestLost(EngineFailed):
+    """A request ended with the rank set that computed it, and the engine goes on: `__cause__` is that loss.
+
+    Either none were to go on, or this one was computed in too many losses to be tried again (`poison`).
+    """
+
+    poison = False
 
 
 class EngineClosed(AsyncPPError):

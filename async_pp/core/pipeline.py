@@ -165,6 +165,11 @@ class Pipeline:
         """Whether no step is in flight."""
         return not len(self.window)
 
+    @property
+    def settling(self) -> int | None:
+        """Number of the step that the shell was told to settle and has not settled, or None."""
+        return self._settling
+
     def plan(
         self, requests: Iterable[str], plan: Any, *, pending_tokens: bool, scope: Scope, now_s: float
     ) -> list[Effect]:

@@ -10,12 +10,11 @@ constructor only assigns; `async with` starts everything and always stops it, in
 """
 
 import asyncio
-import threading
+import logging
 import time
-from functools import partial
-from operator import methodcaller
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -28,14 +27,14 @@ from vllm.v1.metrics.loggers import StatLoggerFactory, StatLoggerManager, load_s
 
 from async_pp.core.bubble import StageTime
 from async_pp.core.policy import Policy, PolicyName
+from async_pp.core.recovery import GiveUp, Intensity, OnLoss, Recovery, Restart
 from async_pp.engine.core_client import InProcessClient
-from async_pp.engine.executor import OnPhase, RankExecutor, RankLayout
-from async_pp.engine.stepping import Stepping
+from async_pp.engine.epoch import Epoch, Loss
+from async_pp.engine.executor import OnPhase
 from async_pp.engine.streams import Streams
-from async_pp.engine.vllm_seam.bridge import BridgeExecutor, worker_call
-from async_pp.engine.vllm_seam.config import config_errors, cores, make_config
-from async_pp.engine.vllm_seam.dead import as_dead
-from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core
+from async_pp.engine.vllm_seam.config import config_errors, make_config
+from async_pp.engine.vllm_seam.dead import as_dead, as_lost
+from async_pp.engine.vllm_seam.replay import Carried
 from async_pp.engine.vllm_seam.steering import make_policy
 from async_pp.engine.vllm_seam.version import check
 from async_pp.errors import EngineClosed, EngineFailed
@@ -43,7 +42,9 @@ from async_pp.ranks.environment import PRELOAD, rank_environment
 from async_pp.ranks.runner import flush
 from async_pp.ranks.spawn import Zygote
 
-RUNNER = "async_pp.ranks.vllm_runner:VllmRunner"
+EngineState = Literal["starting", "serving", "restarting", "failed", "closed"]
+
+log = logging.getLogger(__name__)
 
 
 def ignore_phase(phase: str, rank: int | None, seconds: float) -> None:
@@ -54,7 +55,7 @@ class AsyncPPEngine(AsyncLLM):
     """The engine. Made by `from_engine_args`, used as an async context manager; not started before that.
 
     Attributes:
-        failed: set when the rank set is lost; `dead_error` then says why.
+        failed: set when the rank set is lost and no other one follows; `dead_error` then says why.
     """
 
     def __init__(  # the base's constructor starts processes and blocks: see `_start`
@@ -64,6 +65,8 @@ class AsyncPPEngine(AsyncLLM):
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: list[StatLoggerFactory] | None = None,
         policy: PolicyName | Policy = "balanced",
+        on_rank_loss: OnLoss = "replay",
+        restarts: Intensity = Intensity(),  # noqa: B008 - frozen
         zygote: Zygote | None = None,
         on_phase: OnPhase = ignore_phase,
     ) -> None:
@@ -75,10 +78,10 @@ class AsyncPPEngine(AsyncLLM):
         self._zygote = zygote
         self._on_phase = on_phase
         self._streams = Streams(on_end=self._end_requests)
-        self._ranks: RankExecutor | None = None
-        self._scheduler: VllmScheduler | None = None
-        self._stepping: Stepping | None = None
-        self._stepper: asyncio.Task[None] | None = None
+        self._recovery = Recovery(on_rank_loss, restarts)
+        self._written: Mapping[str, str] = {}
+        self._epoch: Epoch | None = None
+        self._living: asyncio.Task[None] | None = None
         self._dead: BaseException | None = None
         self._closed = False
 
@@ -90,6 +93,8 @@ class AsyncPPEngine(AsyncLLM):
         stat_loggers: list[StatLoggerFactory] | None = None,
         *,
         policy: PolicyName | Policy = "balanced",
+        on_rank_loss: OnLoss = "replay",
+        restarts: Intensity = Intensity(),  # noqa: B008 - frozen
         zygote: Zygote | None = None,
         on_phase: OnPhase | None = None,
     ) -> Self:
@@ -101,6 +106,9 @@ class AsyncPPEngine(AsyncLLM):
             stat_loggers: further statistics loggers, as for vLLM.
             policy: which requests share a step, with more than one stage: "balanced", "fill-first" (as vLLM does), or
                 a `Policy` of the caller's own.
+            on_rank_loss: what becomes of open requests when a rank dies, hangs or raises: "replay" (they go on from the
+                tokens they have over a new rank set), "fail" (they end with an error, the engine goes on), or "exit".
+            restarts: how many new rank sets are tried before the engine ends.
             zygote: what forks the ranks, when the caller has launched one early; the engine then ends it too.
             on_phase: told about start-up progress: phase, rank or None, seconds.
         """
@@ -109,6 +117,8 @@ class AsyncPPEngine(AsyncLLM):
             usage_context=usage_context,
             stat_loggers=stat_loggers,
             policy=policy,
+            on_rank_loss=on_rank_loss,
+            restarts=restarts,
             zygote=zygote,
             on_phase=on_phase or ignore_phase,
         )
@@ -138,52 +148,39 @@ class AsyncPPEngine(AsyncLLM):
         loop = asyncio.get_running_loop()
         began = loop.time()
         check()
-        if self._zygote is None:
-            world = self.engine_args.pipeline_parallel_size * self.engine_args.tensor_parallel_size
-            self._zygote = Zygote()
-            await self._zygote.start(rank_environment(world), PRELOAD)
-        config, written = await asyncio.to_thread(make_config, self.engine_args, self._usage_context)
+        await self._have_zygote()
+        config, self._written = await asyncio.to_thread(make_config, self.engine_args, self._usage_context)
         self._assign(config)
-        parallel = config.parallel_config
-        layout = RankLayout(
-            output_rank=parallel.world_size - parallel.tensor_parallel_size,
-            cpus=cores(config),
-            runner=RUNNER,
-            ranks_per_stage=parallel.world_size // parallel.pipeline_parallel_size,
-        )
-        self._ranks = RankExecutor(
-            layout,
-            self._zygote,
-            epoch=0,
-            on_phase=self._on_phase,
-            on_lost=self._lost,
-            on_span=self._span,
-            on_output=self._connector_output,
-        )
-        await self._ranks.start()
+        epoch = self._epoch = self._make_epoch(0)
         with config_errors():
             async with asyncio.TaskGroup() as tasks:  # the front end is built while the ranks load
                 front = tasks.create_task(asyncio.to_thread(_front_end, config, self.log_stats))
-                tasks.create_task(self._ranks.call(methodcaller("start", config, self._ranks.rendezvous, written)))
-            since = loop.time()
-            self._on_phase("load", None, since - began)
-            make_executor = partial(self._bridge, threading.get_ident())
-            core = await asyncio.to_thread(make_engine_core, config, make_executor, self.log_stats)
-        core.model_executor.supported_tasks = (await self._ranks.call(worker_call("get_supported_tasks")))[0]
-        self._on_phase("kv_cache", None, loop.time() - since)
-        self._wire(core, front.result())
-        self._ranks.started()
+                tasks.create_task(epoch.load())
+            await epoch.begin(self._made_policy)
+        self._wire(epoch, front.result())
         self._on_phase("ready", None, loop.time() - began)
 
-    def _bridge(self, thread: int, config: VllmConfig) -> BridgeExecutor:
-        assert self._ranks is not None
-        bridge = BridgeExecutor(config, self._ranks, self._loop)
-        bridge.bind(thread)
-        return bridge
+    async def _have_zygote(self) -> Zygote:
+        if self._zygote is None or self._zygote.ended:
+            world = self.engine_args.pipeline_parallel_size * self.engine_args.tensor_parallel_size
+            self._zygote = Zygote()
+            await self._zygote.start(rank_environment(world), PRELOAD)
+        return self._zygote
+
+    def _make_epoch(self, number: int) -> Epoch:
+        assert self._zygote is not None
+        return Epoch(
+            number,
+            self.vllm_config,
+            self._written,
+            self._zygote,
+            log_stats=self.log_stats,
+            emit=self._streams.emit,
+            on_phase=self._on_phase,
+        )
 
     def _assign(self, config: VllmConfig) -> None:
         """What the base class keeps of a configuration."""
-        self._loop = asyncio.get_running_loop()
         args = self.engine_args
         self.vllm_config = config
         self.model_config = config.model_config
@@ -201,25 +198,11 @@ class AsyncPPEngine(AsyncLLM):
         self._profile_session_guard_enabled = True
         self._profile_session_active = False
 
-    def _wire(self, core: Any, front: tuple[Any, InputProcessor, OutputProcessor]) -> None:
-        """Put core, steps, client and streams together and start stepping."""
-        assert self._ranks is not None
+    def _wire(self, epoch: Epoch, front: tuple[Any, InputProcessor, OutputProcessor]) -> None:
+        """Put client and streams together and start stepping."""
         self.renderer, self.input_processor, self.output_processor = front
-        self._scheduler = VllmScheduler(
-            core,
-            wake=loop_wake(self._loop, self._wake),
-            emit=self._streams.emit,
-            policy=self._made(self._policy),
-            clock=time.monotonic,
-        )
-        self._stepping = Stepping(
-            self._scheduler,
-            self._ranks,
-            depth=self._scheduler.depth,
-            emit=self._streams.emit,
-            clock=time.monotonic,
-        )
-        self.engine_core = InProcessClient(self._scheduler, self._ranks, self._stepping, self._streams)
+        self.engine_core = InProcessClient(self._streams)
+        self.engine_core.use(epoch)
         self.logger_manager = None
         if self.log_stats:
             self.logger_manager = StatLoggerManager(
@@ -230,12 +213,12 @@ class AsyncPPEngine(AsyncLLM):
                 client_count=1,
             )
             self.logger_manager.log_engine_initialized()
-        self._stepper = asyncio.create_task(self._step(), name="async_pp stepping")
+        self._living = asyncio.create_task(self._live(epoch), name="async_pp engine")
         self.output_handler = None
         self._run_output_handler()
 
-    def _made(self, policy: PolicyName | Policy) -> Policy:
-        return make_policy(policy, self.vllm_config) if isinstance(policy, str) else policy
+    def _made_policy(self) -> Policy:
+        return make_policy(self._policy, self.vllm_config) if isinstance(self._policy, str) else self._policy
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -247,85 +230,130 @@ class AsyncPPEngine(AsyncLLM):
     def use_policy(self, policy: PolicyName | Policy) -> None:
         """Plan by another micro-batch policy from the next step on. May be called before the start as well."""
         self._policy = policy
-        if self._scheduler is not None:
-            self._scheduler.policy = self._made(policy)
-            self._wake()
+        if self.state == "serving":
+            assert self._epoch is not None
+            self._epoch.scheduler.policy = self._made_policy()
+            self._epoch.wake()
 
-    async def _step(self) -> None:
-        assert self._stepping is not None
-        try:
-            await self._stepping.run()
-        except Exception as error:  # noqa: BLE001 - whatever ended the steps ends the engine, and is told
-            self._die(error)
+    @property
+    def state(self) -> EngineState:
+        """What the engine is doing."""
+        if self._closed:
+            return "closed"
+        if self._dead is not None:
+            return "failed"
+        if self._living is None:
+            return "starting"
+        return "serving" if self.engine_core.running else "restarting"
 
-    def _wake(self) -> None:
-        if self._stepping is not None:
-            self._stepping.wake()
+    @property
+    def losses(self) -> int:
+        """Rank sets that were lost so far, those included that did not come up in a restart."""
+        return self._recovery.count
 
-    def _connector_output(self, rank: int, output: Any) -> None:
-        if self._stepping is not None:
-            self._stepping.connector_output(rank, output)
+    async def _live(self, epoch: Epoch) -> None:
+        """Step; after a loss go on with another rank set, until no restart is left or the engine is closed."""
+        while True:
+            loss = await epoch.run()
+            try:
+                epoch = await self._restarted(epoch, loss)
+            except _Over:
+                return
 
-    def _span(self, stage: int, step: int, began_s: float, ended_s: float) -> None:
-        if self._stepping is not None:
-            self._stepping.span(stage, step, began_s, ended_s)
+    async def _restarted(self, epoch: Epoch, loss: Loss) -> Epoch:
+        """Another epoch with the open requests of a lost one. Raises _Over when the engine has ended instead."""
+        carried = epoch.leave()
+        self.engine_core.suspend(carried)
+        while True:
+            verdict = self._recovery.lost(loss.computed, carried.requests.keys(), time.monotonic())
+            if isinstance(verdict, GiveUp):
+                self._die(loss.error, loss.step)
+                raise _Over
+            log.warning(
+                "epoch %d is lost: %s; %d requests go on, %d end with it",
+                epoch.number,
+                loss.error,
+                len(carried.requests) - len(verdict.failed),
+                len(verdict.failed),
+            )
+            self._fail(verdict, carried, loss, epoch.number)
+            await epoch.close()
+            await self._have_zygote()
+            epoch = self._epoch = self._make_epoch(epoch.number + 1)
+            try:
+                with config_errors():
+                    await epoch.load()
+                    await epoch.begin(self._made_policy)
+                await self.engine_core.resume(epoch, verdict.suspects)
+            except EngineFailed as error:
+                loss = Loss(error, None)
+            except Exception as error:  # noqa: BLE001 - whatever it is, what is not known to pass ends the engine
+                self._die(error, None)
+                raise _Over from None
+            else:
+                return epoch
+
+    def _fail(self, verdict: Restart, carried: Carried, loss: Loss, epoch: int) -> None:
+        """End the requests that do not go on."""
+        for name in verdict.failed | carried.streaming:
+            state = self.output_processor.request_states.get(name)
+            if state is None:
+                continue
+            family = [name] if state.parent_req is None else list(state.parent_req.child_requests)
+            poison = name in verdict.poisoned
+            error = as_lost(loss.error, state.external_req_id or name, epoch=epoch, poison=poison)
+            state.queue.put(error)
+            self.output_processor.abort_requests(family, internal=True)
+            carried.drop(family)
 
     def _end_requests(self, error: BaseException) -> None:
         self.output_processor.propagate_error(error)
 
-    def _lost(self, error: EngineFailed) -> None:
-        """The executor lost its ranks. Before stepping has begun the start itself fails with the same error."""
-        if self._stepping is not None:
-            self._die(error)
-
-    def _die(self, error: BaseException) -> None:
+    def _die(self, error: BaseException, step: int | None) -> None:
         """Every open request ends with one typed error; new ones are refused; the ranks are ended by `close`."""
-        if self._dead is not None:
-            return
-        assert self._stepping is not None and self._scheduler is not None and self._ranks is not None
-        step = self._stepping.oldest_step
+        assert self._epoch is not None
         requests = tuple(self.output_processor.request_states)
-        dead = as_dead(error, epoch=self._ranks.epoch, step=step, request_ids=requests)
+        dead = as_dead(error, epoch=self._epoch.number, step=step, request_ids=requests)
         self._dead = dead
-        self._stepping.lose(dead)
         self.engine_core.die(dead)
-        self._ranks.lose(dead)
         self.failed.set()
 
     async def bubbles(self) -> StageTime:
-        """What became of the stages' time since the start, by cause (`StageTime.shares`).
+        """What became of the stages' time since the rank set's start, by cause (`StageTime.shares`).
 
         Asks the ranks, between steps, for the times that they have not told yet. With no request open the answer counts
-        every second up to now; two of them enclose a load (`StageTime.since`).
+        every second up to now; two of them enclose a load (`StageTime.since`), unless the rank set was lost in between.
 
         Raises:
             EngineFailed: the ranks were lost.
             EngineClosed: the engine was closed, or has not been started.
         """
-        if self._ranks is None or self._stepping is None or self._dead is not None:
+        if self._living is None or self._dead is not None:
             raise self.dead_error
-        await self._ranks.call(flush)
-        return self._stepping.bubbles()
+        epoch = await self.engine_core.epoch()
+        await epoch.ranks.call(flush)
+        return epoch.stepping.bubbles()
 
     async def close(self) -> None:
         """End everything: open requests get `EngineClosed`, ranks are asked, then ended, all in bounded time."""
         self._closed = True
         if self._dead is None:
             self._dead = EngineClosed("the engine was closed")
-        if isinstance(getattr(self, "engine_core", None), InProcessClient):
-            self.engine_core.die(self._dead)
+        client = getattr(self, "engine_core", None)
+        if isinstance(client, InProcessClient):
+            client.die(self._dead)
         try:
-            await _cancelled(self._stepper)
-            if self._stepping is not None:
-                self._stepping.lose(self._dead)
+            await _cancelled(self._living)
         finally:
             try:
-                if self._ranks is not None:
-                    await self._ranks.close()
+                if self._epoch is not None:
+                    await self._epoch.close()
             finally:
                 if self._zygote is not None:
                     await self._zygote.close()
                 await self._close_front_end()
+                if isinstance(client, InProcessClient) and client.carried is not None:
+                    client.carried.close()
 
     async def _close_front_end(self) -> None:
         handler = getattr(self, "output_handler", None)
@@ -333,9 +361,6 @@ class AsyncPPEngine(AsyncLLM):
             if not handler.done():
                 await self._streams.ended()
             await _cancelled(handler)
-        if self._scheduler is not None:
-            scheduler, self._scheduler = self._scheduler, None
-            scheduler.close()
         if (renderer := getattr(self, "renderer", None)) is not None:
             await asyncio.to_thread(renderer.shutdown)
 
@@ -347,9 +372,9 @@ class AsyncPPEngine(AsyncLLM):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the ranks at once, without waiting. `close` is the orderly way; this one is for a program going down."""
-        if not getattr(self, "_closed", True) and self._ranks is not None:
+        if not getattr(self, "_closed", True) and self._epoch is not None:
             self._closed = True
-            self._ranks.kill()
+            self._epoch.ranks.kill()
 
     @property
     def errored(self) -> bool:
@@ -358,13 +383,17 @@ class AsyncPPEngine(AsyncLLM):
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine serves."""
-        return self._dead is None and self._stepping is not None
+        """Whether the engine serves, or will again after a restart."""
+        return self._dead is None and self._living is not None
 
     @property
     def dead_error(self) -> BaseException:
         """Why the engine can serve no more."""
         return self._dead or EngineClosed("the engine is not started")
+
+
+class _Over(Exception):
+    """The engine has ended."""
 
 
 def _front_end(config: VllmConfig, log_stats: bool) -> tuple[Any, InputProcessor, OutputProcessor]:

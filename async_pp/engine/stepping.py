@@ -105,14 +105,20 @@ class Stepping:
         oldest = self._pipeline.window.oldest
         return None if oldest is None else oldest.number
 
+    @property
+    def settling(self) -> int | None:
+        """Number of the step that is being settled, or None. Of a settle that raised it stays."""
+        return self._pipeline.settling
+
     async def idle(self) -> None:
-        """Wait until no step is in flight."""
+        """Wait until no step is in flight, or the epoch has ended."""
         await self._idle.wait()
 
     async def settled(self) -> None:
         """Wait until another step has settled, or the epoch has ended."""
-        self._settled.clear()
-        await self._settled.wait()
+        if self._pipeline.cause is None:
+            self._settled.clear()
+            await self._settled.wait()
 
     async def run(self) -> None:
         """Step until cancelled.

@@ -4,7 +4,7 @@ A runner lives on the rank's main thread and may block. The loop calls it in the
 it never calls it from two threads. `runner_main` of a rank process makes one from the dotted name in its bootstrap.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -93,6 +93,19 @@ class Skipped:
     """
 
     steps: int
+    work: Any
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Work of a step with requests that ranks of a former epoch had begun.
+
+    Attributes:
+        requests: of each, vLLM's NewRequestData without blocks, and the tokens sampled so far.
+        work: of this step, in which they are resumed.
+    """
+
+    requests: Sequence[tuple[Any, Sequence[int]]]
     work: Any
 
 

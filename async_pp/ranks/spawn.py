@@ -86,6 +86,11 @@ class Zygote:
         self._running: dict[int, asyncio.Future[str]] = {}
         self._gone = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process was started and has ended."""
+        return self._gone or (self._process is not None and self._process.poll() is not None)
+
     def launch(self, env: Mapping[str, str], preload: Sequence[str] = ()) -> None:
         """Start the process; needs no event loop. It imports `preload` meanwhile; `spawn` waits for it.
 
@@ -254,6 +259,8 @@ def in_words(status: int) -> str:
 
 async def _reaped(process: subprocess.Popen[bytes]) -> None:
     """Wait until a process has ended, kill it at the deadline, and reap it."""
+    if process.poll() is not None:
+        return
     pidfd = os.pidfd_open(process.pid)
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()

@@ -8,24 +8,28 @@ What is added around the worker, and nothing else:
 - what the encoder-cache connector of a stage reports (`encoder_cache`), and the later stages of an instance that only
   encodes, which get no hidden states to compute on;
 - a folder for each tensor-parallel rank, where a KV connector's files do not tell them apart (`connectors`);
+- requests that the workers of a lost rank set had begun (`restore`);
 - draft tokens travel with their step's own answer, instead of being fetched by a later call that would find the next
   step's, and outputs that a device still copies are waited for.
 """
 
+import dataclasses
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import zmq
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_pp_group
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.logger import configure_logging
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, make_empty_encoder_model_runner_output
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -33,7 +37,7 @@ from async_pp.ranks.connectors import own_folder
 from async_pp.ranks.encoder_cache import EncoderCacheReports
 from async_pp.ranks.gloo import share_one_loop
 from async_pp.ranks.handover import Handovers
-from async_pp.ranks.runner import ConnectorOutput, Report, Skipped
+from async_pp.ranks.runner import ConnectorOutput, Report, Restored, Skipped
 
 
 class VllmRunner:
@@ -120,6 +124,9 @@ class VllmRunner:
                 self.worker.worker.model_runner.update_pp_decode_requests()
             payload = payload.work
         entered_s = time.monotonic()
+        if isinstance(payload, Restored):
+            restore(self.worker.worker.model_runner, payload.requests)
+            payload = payload.work
         if self._idle:
             output = make_empty_encoder_model_runner_output(payload)
         else:
@@ -198,6 +205,32 @@ def _discarded_draw_nothing(runner: Any) -> Iterator[None]:
         yield
     finally:
         generators.update(kept)
+
+
+def restore(runner: Any, requests: Sequence[tuple[NewRequestData, Sequence[int]]]) -> None:
+    """Tell a model runner (v1) of requests that others had begun, as if it had preempted them itself.
+
+    A seeded request's generator is advanced by the draws of its tokens so far. On CPUs that is one number per token;
+    elsewhere what a token draws depends on how it is sampled, and the generator begins anew.
+
+    Args:
+        runner: the model runner.
+        requests: each as a new one without blocks, and its output tokens.
+    """
+    ids = [new.req_id for new, _ in requests]
+    known = dataclasses.replace(
+        SchedulerOutput.make_empty(),
+        scheduled_new_reqs=[new for new, _ in requests],
+        num_scheduled_tokens=dict.fromkeys(ids, 1),
+        total_num_scheduled_tokens=len(ids),
+    )
+    runner._update_states(known)  # noqa: SLF001 - where it makes its state of a request
+    for new, tokens in requests:
+        state = runner.requests[new.req_id]
+        state.output_token_ids = list(tokens)
+        runner.num_prompt_logprobs.pop(new.req_id, None)  # they were told with the first token
+        if state.generator is not None and current_platform.is_cpu():
+            torch.randint(0, 2**31, (len(tokens),), generator=state.generator, dtype=torch.long)
 
 
 def make_buffer(runner: Any, vllm_config: VllmConfig) -> None:

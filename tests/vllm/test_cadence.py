@@ -50,8 +50,8 @@ def started(monkeypatch):
         with private_folder(ensure_tiny(), stages) as folder:
             values = {**arguments(folder, [StageTime(0.002, 0.0005)] * stages), "worker_cls": QUALNAME}
             async with AsyncPPEngine.from_engine_args(AsyncEngineArgs(**values)) as running:
-                assert isinstance(running._scheduler.scheduler, AsyncScheduler)
-                assert running._scheduler.depth == stages + 1
+                assert isinstance(running._epoch.scheduler.scheduler, AsyncScheduler)
+                assert running._epoch.scheduler.depth == stages + 1
                 yield running
 
     return engine

@@ -97,7 +97,7 @@ async def compare(running: Any, scratch: Path, *, stored: bool) -> None:
 
 async def nothing_is_left(running: Any) -> None:
     """Check that all requests are gone and all blocks are free, once what the ranks still have to say is settled."""
-    scheduler = running.engine_core._scheduler.scheduler
+    scheduler = running._epoch.scheduler.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     while scheduler.requests or scheduler.has_finished_requests():  # bounded by the test's timeout
         await running.collective_rpc("get_supported_tasks")  # a round trip to every rank, in order with the steps

@@ -120,7 +120,7 @@ async def test_pause_keeps_and_sleep_wakes() -> None:
 
 async def test_a_request_is_gone_when_its_consumer_is_cancelled() -> None:
     async with engine(pipeline_parallel_size=2) as running:
-        scheduler = running.engine_core._scheduler.scheduler
+        scheduler = running._epoch.scheduler.scheduler
         begun = asyncio.Event()
 
         async def consume() -> None:

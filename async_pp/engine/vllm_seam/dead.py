@@ -1,8 +1,11 @@
 """Our failures as vLLM's own type for a dead engine, so that its clients and routes know what to do with them."""
 
+from http import HTTPStatus
+
+from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from async_pp.errors import EngineFailed, RankError, RankLost, StartupError
+from async_pp.errors import EngineFailed, RankError, RankLost, RequestLost, StartupError
 
 
 class DeadEngine(EngineFailed, EngineDeadError):
@@ -41,3 +44,30 @@ def as_dead(error: BaseException, *, epoch: int, step: int | None, request_ids: 
     dead.epoch, dead.step, dead.request_ids = epoch, step, request_ids
     dead.__cause__ = error
     return dead
+
+
+class _Answered(GracefulHTTPError):
+    """An error that vLLM's code passes on as it is, with the status that a server answers."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class LostRequest(RequestLost, _Answered):
+    """A `RequestLost` that vLLM's code passes on as it is."""
+
+
+def as_lost(error: BaseException, request_id: str, *, epoch: int, poison: bool) -> LostRequest:
+    """What the stream of one request gets that does not go on after a loss.
+
+    Poison answers 500: to send it again would do the same. Otherwise 503: another try may succeed.
+    """
+    why = "it was computed in every one of the last losses of ranks" if poison else "its ranks were lost"
+    lost = LostRequest(f"request {request_id} was given up: {why}: {error}", epoch=epoch, request_ids=(request_id,))
+    lost.poison = poison
+    if poison:
+        lost.http_status = HTTPStatus.INTERNAL_SERVER_ERROR
+    if isinstance(error, EngineFailed):
+        lost.rank, lost.step = error.rank, error.step
+    lost.__cause__ = error
+    return lost

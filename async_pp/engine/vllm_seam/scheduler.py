@@ -18,7 +18,7 @@ import asyncio
 import dataclasses
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -36,8 +36,9 @@ from async_pp.core.policy import FillFirst, Policy
 from async_pp.engine.ports import Attend, Plan, StepTimes
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor
 from async_pp.engine.vllm_seam.connectors import ConnectorFold, SchedulerRequests
+from async_pp.engine.vllm_seam.replay import Carried, Replay
 from async_pp.engine.vllm_seam.steering import Candidates, Steering
-from async_pp.ranks.runner import ConnectorOutput, Skipped
+from async_pp.ranks.runner import ConnectorOutput, Restored, Skipped
 
 
 def make_engine_core(config: VllmConfig, make_executor: Callable[[VllmConfig], BridgeExecutor], log_stats: bool) -> Any:
@@ -86,6 +87,7 @@ class VllmScheduler:
         self._samples = not core.is_pooling_model
         self._newest_drafts: Any = None
         self._carried: SchedulerOutput | None = None
+        self._replay = Replay(core)
         self._requests = SchedulerRequests(self.scheduler)
         self.connectors: ConnectorFold | None = None
         kv, ec = self.scheduler.connector, self.scheduler.ec_connector
@@ -109,15 +111,22 @@ class VllmScheduler:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Take requests out, now: a later settle finds them gone."""
-        self.core.abort_requests(list(request_ids))
+        names = list(request_ids)
+        self._replay.drop(names)
+        self.core.abort_requests(names)
 
     def abort_all(self) -> list[EngineCoreOutputs]:
         """Take every request out. Returns what their streams shall be told."""
-        gone = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        gone = self._replay.drop(self._replay.waiting)
+        gone += [r.request_id for r in self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)]
         if not gone:
             return []
-        ends = [EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT) for request in gone]
-        return [EngineCoreOutputs(outputs=ends, finished_requests={request.request_id for request in gone})]
+        ends = [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in gone]
+        return [EngineCoreOutputs(outputs=ends, finished_requests=set(gone))]
+
+    def resume(self, carried: Carried, suspects: Collection[str]) -> None:
+        """Go on with the requests of a former epoch, from the tokens that they have."""
+        self._replay.add(carried.hand_over(self.core), suspects)
 
     @property
     def depth(self) -> int:
@@ -140,12 +149,7 @@ class VllmScheduler:
     @property
     def unfinished(self) -> bool:
         """Whether a request waits or runs that the pause state lets go on."""
-        return bool(self.scheduler.has_unfinished_requests())
-
-    @property
-    def open_requests(self) -> tuple[str, ...]:
-        """Ids of all requests that have not ended."""
-        return tuple(self.scheduler.requests)
+        return bool(self.scheduler.has_unfinished_requests() or self._replay.waiting)
 
     # -- SchedulerPort -------------------------------------------------------------------------------------------
 
@@ -157,6 +161,7 @@ class VllmScheduler:
         """
         changed = True
         while changed:
+            self._replay.next_suspect()
             plan, changed = self._attempt(ask)
             if plan is not None:
                 return plan
@@ -223,10 +228,12 @@ class VllmScheduler:
         """Let the policy learn from the times of a step."""
         self.policy.timed(plan.size, times.stages, times.round_trip_s, times.host_s)
 
-    def close(self) -> None:
-        """Give back what the scheduler side holds (grammar backends, connectors, event publishers)."""
-        self.core.structured_output_manager.clear_backend()
+    def leave(self) -> Carried:
+        """Give back what the scheduler side holds (connectors, event publishers), but not what outlives it."""
+        carried = Carried(self.core)
+        carried.requests.update(self._replay.waiting)
         self.scheduler.shutdown()
+        return carried
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -287,7 +294,7 @@ class VllmScheduler:
         loads = output.has_sync_kv_loads
         plan = Plan(
             requests=tuple(scheduled),
-            work=Skipped(skipped, output) if skipped else output,
+            work=Skipped(skipped, output) if skipped else self._replay.told(output),
             samples=tokens > 0 and self._samples,
             pending_tokens=output.pending_structured_output_tokens,
             scope=Scope.ALL if self._delivers or loads else Scope.OUTPUT,
@@ -346,7 +353,7 @@ class _Flying:
 
 
 def _output_of(plan: Plan) -> SchedulerOutput:
-    return plan.work.work if isinstance(plan.work, Skipped) else plan.work
+    return plan.work.work if isinstance(plan.work, Skipped | Restored) else plan.work
 
 
 def _beginning(output: SchedulerOutput) -> tuple[str, ...]:

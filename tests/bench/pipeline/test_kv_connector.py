@@ -80,7 +80,7 @@ async def started(connector, monkeypatch):
     with private_folder(ensure_tiny(), len(STAGES)) as folder:
         args = AsyncEngineArgs(**arguments(folder, STAGES, connector))
         async with AsyncPPEngine.from_engine_args(args, zygote=AHEAD.take()) as engine, asyncio.timeout(30):
-            yield engine, Told(engine.engine_core._scheduler.scheduler)
+            yield engine, Told(engine._epoch.scheduler.scheduler)
 
 
 class Told:
