@@ -10,9 +10,8 @@ constructor only assigns; `async with` starts everything and always stops it, in
 """
 
 import asyncio
-import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -27,24 +26,23 @@ from vllm.v1.metrics.loggers import StatLoggerFactory, StatLoggerManager, load_s
 
 from async_pp.core.bubble import StageTime
 from async_pp.core.policy import Policy, PolicyName
-from async_pp.core.recovery import GiveUp, Intensity, OnLoss, Recovery, Restart
+from async_pp.core.recovery import Intensity, OnLoss, Recovery, Restart
 from async_pp.engine.core_client import InProcessClient
-from async_pp.engine.epoch import Epoch, Loss
+from async_pp.engine.epoch import Epoch
 from async_pp.engine.executor import OnPhase
+from async_pp.engine.lives import Lives, Loss
 from async_pp.engine.streams import Streams
 from async_pp.engine.vllm_seam.config import config_errors, make_config
 from async_pp.engine.vllm_seam.dead import as_dead, as_lost
 from async_pp.engine.vllm_seam.replay import Carried
 from async_pp.engine.vllm_seam.steering import make_policy
 from async_pp.engine.vllm_seam.version import check
-from async_pp.errors import EngineClosed, EngineFailed
+from async_pp.errors import EngineClosed
 from async_pp.ranks.environment import PRELOAD, rank_environment
 from async_pp.ranks.runner import flush
 from async_pp.ranks.spawn import Zygote
 
 EngineState = Literal["starting", "serving", "restarting", "failed", "closed"]
-
-log = logging.getLogger(__name__)
 
 
 def ignore_phase(phase: str, rank: int | None, seconds: float) -> None:
@@ -148,15 +146,15 @@ class AsyncPPEngine(AsyncLLM):
         loop = asyncio.get_running_loop()
         began = loop.time()
         check()
-        await self._have_zygote()
+        await self._have_zygote()  # it imports while the configuration is made
         config, self._written = await asyncio.to_thread(make_config, self.engine_args, self._usage_context)
         self._assign(config)
-        epoch = self._epoch = self._make_epoch(0)
+        epoch = await self.make(0)
         with config_errors():
             async with asyncio.TaskGroup() as tasks:  # the front end is built while the ranks load
                 front = tasks.create_task(asyncio.to_thread(_front_end, config, self.log_stats))
                 tasks.create_task(epoch.load())
-            await epoch.begin(self._made_policy)
+            await epoch.begin()
         self._wire(epoch, front.result())
         self._on_phase("ready", None, loop.time() - began)
 
@@ -166,18 +164,6 @@ class AsyncPPEngine(AsyncLLM):
             self._zygote = Zygote()
             await self._zygote.start(rank_environment(world), PRELOAD)
         return self._zygote
-
-    def _make_epoch(self, number: int) -> Epoch:
-        assert self._zygote is not None
-        return Epoch(
-            number,
-            self.vllm_config,
-            self._written,
-            self._zygote,
-            log_stats=self.log_stats,
-            emit=self._streams.emit,
-            on_phase=self._on_phase,
-        )
 
     def _assign(self, config: VllmConfig) -> None:
         """What the base class keeps of a configuration."""
@@ -213,7 +199,8 @@ class AsyncPPEngine(AsyncLLM):
                 client_count=1,
             )
             self.logger_manager.log_engine_initialized()
-        self._living = asyncio.create_task(self._live(epoch), name="async_pp engine")
+        lives = Lives(self, epoch, self._recovery, time.monotonic)
+        self._living = asyncio.create_task(lives.run(), name="async_pp engine")
         self.output_handler = None
         self._run_output_handler()
 
@@ -251,65 +238,43 @@ class AsyncPPEngine(AsyncLLM):
         """Rank sets that were lost so far, those included that did not come up in a restart."""
         return self._recovery.count
 
-    async def _live(self, epoch: Epoch) -> None:
-        """Step; after a loss go on with another rank set, until no restart is left or the engine is closed."""
-        while True:
-            loss = await epoch.run()
-            try:
-                epoch = await self._restarted(epoch, loss)
-            except _Over:
-                return
+    # -- OwnerPort -----------------------------------------------------------------------------------------------
 
-    async def _restarted(self, epoch: Epoch, loss: Loss) -> Epoch:
-        """Another epoch with the open requests of a lost one. Raises _Over when the engine has ended instead."""
-        carried = epoch.leave()
+    async def make(self, number: int) -> Epoch:
+        """An epoch that is not started."""
+        self._epoch = Epoch(
+            number,
+            self.vllm_config,
+            self._written,
+            await self._have_zygote(),
+            make_policy=self._made_policy,
+            log_stats=self.log_stats,
+            emit=self._streams.emit,
+            on_phase=self._on_phase,
+        )
+        return self._epoch
+
+    def suspend(self, carried: Carried) -> None:
+        """Hold what comes from here on, beside what was carried over."""
         self.engine_core.suspend(carried)
-        while True:
-            verdict = self._recovery.lost(loss.computed, carried.requests.keys(), time.monotonic())
-            if isinstance(verdict, GiveUp):
-                self._die(loss.error, loss.step)
-                raise _Over
-            log.warning(
-                "epoch %d is lost: %s; %d requests go on, %d end with it",
-                epoch.number,
-                loss.error,
-                len(carried.requests) - len(verdict.failed),
-                len(verdict.failed),
-            )
-            self._fail(verdict, carried, loss, epoch.number)
-            await epoch.close()
-            await self._have_zygote()
-            epoch = self._epoch = self._make_epoch(epoch.number + 1)
-            try:
-                with config_errors():
-                    await epoch.load()
-                    await epoch.begin(self._made_policy)
-                await self.engine_core.resume(epoch, verdict.suspects)
-            except EngineFailed as error:
-                loss = Loss(error, None)
-            except Exception as error:  # noqa: BLE001 - whatever it is, what is not known to pass ends the engine
-                self._die(error, None)
-                raise _Over from None
-            else:
-                return epoch
 
-    def _fail(self, verdict: Restart, carried: Carried, loss: Loss, epoch: int) -> None:
+    def fail(self, verdict: Restart, carried: Carried, loss: Loss, epoch: int) -> None:
         """End the requests that do not go on."""
         for name in verdict.failed | carried.streaming:
+            family = [name]
             state = self.output_processor.request_states.get(name)
-            if state is None:
-                continue
-            family = [name] if state.parent_req is None else list(state.parent_req.child_requests)
-            poison = name in verdict.poisoned
-            error = as_lost(loss.error, state.external_req_id or name, epoch=epoch, poison=poison)
-            state.queue.put(error)
-            self.output_processor.abort_requests(family, internal=True)
+            if state is not None:
+                family += [] if state.parent_req is None else state.parent_req.child_requests
+                poison = name in verdict.poisoned
+                state.queue.put(as_lost(loss.error, state.external_req_id, epoch=epoch, poison=poison))
+                self.output_processor.abort_requests(family, internal=True)
             carried.drop(family)
 
-    def _end_requests(self, error: BaseException) -> None:
-        self.output_processor.propagate_error(error)
+    async def resume(self, epoch: Epoch, suspects: Collection[str]) -> None:
+        """Go on with this epoch."""
+        await self.engine_core.resume(epoch, suspects)
 
-    def _die(self, error: BaseException, step: int | None) -> None:
+    def die(self, error: BaseException, step: int | None) -> None:
         """Every open request ends with one typed error; new ones are refused; the ranks are ended by `close`."""
         assert self._epoch is not None
         requests = tuple(self.output_processor.request_states)
@@ -317,6 +282,9 @@ class AsyncPPEngine(AsyncLLM):
         self._dead = dead
         self.engine_core.die(dead)
         self.failed.set()
+
+    def _end_requests(self, error: BaseException) -> None:
+        self.output_processor.propagate_error(error)
 
     async def bubbles(self) -> StageTime:
         """What became of the stages' time since the rank set's start, by cause (`StageTime.shares`).
@@ -390,10 +358,6 @@ class AsyncPPEngine(AsyncLLM):
     def dead_error(self) -> BaseException:
         """Why the engine can serve no more."""
         return self._dead or EngineClosed("the engine is not started")
-
-
-class _Over(Exception):
-    """The engine has ended."""
 
 
 def _front_end(config: VllmConfig, log_stats: bool) -> tuple[Any, InputProcessor, OutputProcessor]:

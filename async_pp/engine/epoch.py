@@ -7,7 +7,7 @@ and counters are new with it), and goes on with the requests of this one.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -16,9 +16,10 @@ from vllm.config import VllmConfig
 
 from async_pp.core.policy import Policy
 from async_pp.engine.executor import OnPhase, RankExecutor, RankLayout
+from async_pp.engine.lives import Loss
 from async_pp.engine.stepping import Stepping
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor, worker_call
-from async_pp.engine.vllm_seam.config import cores
+from async_pp.engine.vllm_seam.config import config_errors, cores
 from async_pp.engine.vllm_seam.replay import Carried
 from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core
 from async_pp.errors import EngineFailed
@@ -28,13 +29,14 @@ RUNNER = "async_pp.ranks.vllm_runner:VllmRunner"
 
 
 class Epoch:
-    """One life of the rank set. `load`, then `begin`, then `run`; always `close`.
+    """One life of the rank set. `start` (or `load` and `begin`), then `run`; always `close`.
 
     Args:
         number: which life it is, from 0.
         config: vLLM's configuration.
         written: environment variables that the configuration set.
         zygote: what forks the ranks.
+        make_policy: makes the policy that splits the load over its steps.
         log_stats: whether vLLM's scheduler keeps statistics.
         emit: takes what a settle has for the streams.
         on_phase: told about start-up progress.
@@ -51,6 +53,7 @@ class Epoch:
         written: Mapping[str, str],
         zygote: Zygote,
         *,
+        make_policy: Callable[[], Policy],
         log_stats: bool,
         emit: Callable[[Sequence[Any]], None],
         on_phase: OnPhase,
@@ -58,6 +61,7 @@ class Epoch:
         self.number = number
         self._config = config
         self._written = written
+        self._make_policy = make_policy
         self._log_stats = log_stats
         self._emit = emit
         self._on_phase = on_phase
@@ -92,14 +96,24 @@ class Epoch:
         await self.ranks.call(methodcaller("start", self._config, self.ranks.rendezvous, self._written))
         self._on_phase("load", None, self._loop.time() - began)
 
-    async def begin(self, make_policy: Callable[[], Policy]) -> None:
+    async def start(self) -> None:
+        """All of it."""
+        with config_errors():
+            await self.load()
+            await self.begin()
+
+    async def begin(self) -> None:
         """Size and make the KV caches and the scheduler. Steps may be planned from then on."""
         began = self._loop.time()
         make_executor = partial(self._bridge, threading.get_ident())
         core = await asyncio.to_thread(make_engine_core, self._config, make_executor, self._log_stats)
         core.model_executor.supported_tasks = (await self.ranks.call(worker_call("get_supported_tasks")))[0]
         self.scheduler = VllmScheduler(
-            core, wake=loop_wake(self._loop, self.wake), emit=self._emit, policy=make_policy(), clock=time.monotonic
+            core,
+            wake=loop_wake(self._loop, self.wake),
+            emit=self._emit,
+            policy=self._make_policy(),
+            clock=time.monotonic,
         )
         self.stepping = self._stepping = Stepping(
             self.scheduler, self.ranks, depth=self.scheduler.depth, emit=self._emit, clock=time.monotonic
@@ -107,7 +121,7 @@ class Epoch:
         self.ranks.started()
         self._on_phase("kv_cache", None, self._loop.time() - began)
 
-    async def run(self) -> "Loss":
+    async def run(self) -> Loss:
         """Step until the rank set is lost, or a step cannot be planned or settled. Then nothing is in flight."""
         steps = asyncio.create_task(self.stepping.run(), name=f"async_pp stepping of epoch {self.number}")
         ends: list[asyncio.Future[Any]] = [steps, self._lost]
@@ -140,7 +154,7 @@ class Epoch:
         if self._stepping is not None:
             self._stepping.wake()
 
-    def _loss(self, error: BaseException) -> "Loss":
+    def _loss(self, error: BaseException) -> Loss:
         number = error.step if isinstance(error, EngineFailed) else self.stepping.settling
         oldest = self.stepping.oldest_step
         steps = self.stepping.lose(error)
@@ -165,18 +179,3 @@ class Epoch:
     def _connector_output(self, rank: int, output: Any) -> None:
         if self._stepping is not None:
             self._stepping.connector_output(rank, output)
-
-
-class Loss:
-    """The end of an epoch.
-
-    Attributes:
-        error: why.
-        step: number of the oldest step in flight, or None.
-        computed: ids of the requests in the step that the lost rank was computing, as far as that is known.
-    """
-
-    def __init__(self, error: BaseException, step: int | None, computed: Collection[str] = ()) -> None:
-        self.error = error
-        self.step = step
-        self.computed = computed

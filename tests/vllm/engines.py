@@ -2,7 +2,9 @@
 
 import atexit
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from async_pp.models import resolve_model
@@ -55,14 +57,17 @@ AHEAD = _Ahead()
 atexit.register(AHEAD.end)
 
 
-def engine(model: Path | None = None, **arguments: Any) -> Any:
-    """Return an AsyncPPEngine that is not started, for the tiny model unless another folder is given."""
+def engine(model: Path | None = None, options: Mapping[str, Any] = MappingProxyType({}), **arguments: Any) -> Any:
+    """Return an AsyncPPEngine that is not started, for the tiny model unless another folder is given.
+
+    Options are the engine's own, arguments are vLLM's.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from async_pp import AsyncPPEngine
 
     args = AsyncEngineArgs(model=str(model or tiny()), **{**COMMON, **arguments})
-    return AsyncPPEngine.from_engine_args(args, zygote=AHEAD.take())
+    return AsyncPPEngine.from_engine_args(args, zygote=AHEAD.take(), **options)
 
 
 def sampling(max_tokens: int, **more: Any) -> Any:

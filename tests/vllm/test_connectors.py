@@ -152,7 +152,8 @@ async def test_one_engine_produces_and_another_consumes(sizes: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 async def test_a_connector_that_raises_ends_the_engine_with_its_ranks_traceback(rank: int, tmp_path: Path) -> None:
-    async with with_connector(own(tmp_path / "stored", breaks_on=rank), **PP2) as running:
+    options = {"on_rank_loss": "exit"}
+    async with with_connector(own(tmp_path / "stored", breaks_on=rank), options=options, **PP2) as running:
         began = time.monotonic()
         with pytest.raises(RankError, match="the storage is gone") as caught:
             await tokens(running, "first")

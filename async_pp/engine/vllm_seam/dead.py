@@ -62,7 +62,7 @@ def as_lost(error: BaseException, request_id: str, *, epoch: int, poison: bool) 
 
     Poison answers 500: to send it again would do the same. Otherwise 503: another try may succeed.
     """
-    why = "it was computed in every one of the last losses of ranks" if poison else "its ranks were lost"
+    why = "it is poison, computed in two losses of ranks" if poison else "its ranks were lost"
     lost = LostRequest(f"request {request_id} was given up: {why}: {error}", epoch=epoch, request_ids=(request_id,))
     lost.poison = poison
     if poison:
