@@ -7,6 +7,7 @@
 
 Long prompts then never sit between the tokens of other requests. The servers share nothing but the folder. Without
 the prefill server, or when a file cannot be loaded, the decode server computes the prompt itself: slower, same tokens.
+It ends, and both servers with it, on Ctrl-C or SIGTERM (exit code 0) or when a server that is needed has ended (1).
 """
 
 import argparse
@@ -14,41 +15,47 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-STAGES = 2
 STOP_S = 15
 """A server ends within 10 s of SIGTERM; after this it is killed, and its ranks end with it."""
-GENERATES = ("/v1/completions", "/v1/chat/completions")
-
-
-def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
+LIMITS = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_completion_tokens"}
+say = partial(print, flush=True)
 
 
 @dataclass
 class Server:
     """A running `python -m async_pp.serve`. The URL comes when it serves; empty if it ends before."""
 
-    name: str
     process: asyncio.subprocess.Process
     url: asyncio.Future[str]
+    printing: asyncio.Task[None]
+
+    async def stop(self) -> None:
+        """End it in bounded time; at once when a second signal cancels this."""
+        try:
+            if self.process.returncode is None:
+                self.process.terminate()
+            await asyncio.wait({self.printing}, timeout=STOP_S)
+        finally:
+            if self.process.returncode is None:
+                self.process.kill()
+            await asyncio.wait({self.printing}, timeout=STOP_S)
 
 
-@asynccontextmanager
-async def serving(name: str, role: str, arguments: argparse.Namespace, cores: list[int]) -> AsyncIterator[Server]:
-    """Start a server on some cores; at the end it is stopped, whatever it does."""
+async def start(name: str, role: str, cores: list[int], arguments: argparse.Namespace) -> Server:
+    """Start a server on some cores; its stages share them out."""
     transfer = {
         "kv_connector": "SharedStorage",
         "kv_connector_module_path": "shared_storage",
@@ -57,89 +64,79 @@ async def serving(name: str, role: str, arguments: argparse.Namespace, cores: li
         "kv_connector_extra_config": {"folder": arguments.folder},
     }
     options = ["--port", "0", "--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
-    options += ["--pipeline-parallel-size", str(STAGES), "--kv-cache-memory-bytes", str(256 << 20)]
-    # A stage keeps its cores: "0,2|1,3" are those of the first and those of the second. Too few are shared.
-    stages = [cores[stage::STAGES] or cores for stage in range(STAGES)]
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, each)) for each in stages),
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-m", "async_pp.serve", arguments.model, *options, *arguments.flags]
+    options += ["--pipeline-parallel-size", "2", "--kv-cache-memory-bytes", str(256 << 20)]
     process = await asyncio.create_subprocess_exec(
-        *command,
-        env=environment,
+        *("taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "async_pp.serve"),
+        *(arguments.model, *options, *arguments.flags),  # of a flag given twice, the last counts
+        env=os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        limit=1 << 24,  # the longest line, in bytes
         start_new_session=True,  # Ctrl-C is ours alone; we tell the servers
     )
-    server = Server(name, process, asyncio.get_running_loop().create_future())
     say(f"{name}: started as process {process.pid} on cores {cores}")
-    relay = asyncio.create_task(print_lines(server), name=f"lines of {name}")
-    try:
-        yield server
-    finally:
-        await stop(process)
-        await relay
-        say(f"{name}: ended with {process.returncode}")
+    url = asyncio.get_running_loop().create_future()
+    return Server(process, url, asyncio.create_task(print_lines(name, process, url), name=f"lines of {name}"))
 
 
-async def stop(process: asyncio.subprocess.Process) -> None:
-    """End a server in bounded time; at once when a second signal cancels this."""
-    try:
-        if process.returncode is None:
-            process.terminate()
-        async with asyncio.timeout(STOP_S):
-            await process.wait()
-    except TimeoutError:
-        pass  # killed below
-    finally:
-        if process.returncode is None:
-            process.kill()
-
-
-async def print_lines(server: Server) -> None:
-    """Print what a server prints, until it ends; find its URL there."""
-    assert server.process.stdout is not None
-    async for line in server.process.stdout:
+async def print_lines(name: str, process: asyncio.subprocess.Process, url: asyncio.Future[str]) -> None:
+    """Print what a server and its ranks print, until all have ended; find its URL there."""
+    assert process.stdout is not None
+    async for line in process.stdout:
         text = line.decode(errors="replace").rstrip()
-        say(f"{server.name}: {text}")
-        if " serving on " in text and not server.url.done():
-            server.url.set_result(text.split(" serving on ")[1].split()[0])
-    if not server.url.done():
-        server.url.set_result("")
-
-
-async def compute_prompt(session: aiohttp.ClientSession, prefill: Server, path: str, body: dict[str, Any]) -> None:
-    """Let the prefill server compute and store a prompt. If it cannot, that is all: the decode server will."""
-    once = body | {"max_tokens": 1, "n": 1, "stream": False, "stream_options": None, "min_tokens": 0}
-    if "max_completion_tokens" in once:
-        once["max_completion_tokens"] = 1
-    began = time.monotonic()
-    try:
-        async with session.post(prefill.url.result() + path, json=once) as answer:
-            await answer.read()
-            outcome = f"answered {answer.status}"
-    except aiohttp.ClientError as error:
-        outcome = f"failed ({error}); the decode server computes the prompt"
-    say(f"proxy: prefill {outcome} after {time.monotonic() - began:.2f} s")
+        say(f"{name}: {text}")
+        if " serving on " in text and not url.done():
+            url.set_result(text.split(" serving on ")[1].split()[0])
+    say(f"{name}: ended with {await process.wait()}")
+    if not url.done():
+        url.set_result("")
 
 
 @asynccontextmanager
-async def proxy(prefill: Server, decode: Server, port: int) -> AsyncIterator[str]:
-    """Serve on loopback; gives the URL."""
+async def serving(arguments: argparse.Namespace) -> AsyncIterator[list[Server]]:
+    """Start both servers; at the end they are stopped, whatever they do."""
+    cores = sorted(os.sched_getaffinity(0))
+    half, servers = len(cores) // 2, []
+    try:
+        servers.append(await start("prefill", "kv_producer", cores[:half] or cores, arguments))
+        servers.append(await start("decode", "kv_consumer", cores[half:], arguments))
+        yield servers
+    finally:
+        await asyncio.gather(*(server.stop() for server in servers))
+
+
+async def compute_prompt(session: aiohttp.ClientSession, url: str, body: Any, headers: dict[str, str]) -> Any:
+    """Let the prefill server compute and store a prompt. Returns what its connector has to say to the other one's."""
+    try:
+        async with session.post(url, json=body, headers=headers) as answer:
+            say(f"proxy: prefill answers {answer.status}")
+            return (await answer.json()).get("kv_transfer_params") if answer.ok else None
+    except aiohttp.ClientError as error:
+        say(f"proxy: prefill failed ({error}); the decode server computes the prompt")
+
+
+@asynccontextmanager
+async def proxy(prefill: str, decode: str, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve; both servers are given by their URLs."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         content = await request.read()
-        if request.path in GENERATES:
-            try:
-                body = json.loads(content)
-            except ValueError:
-                body = None
-            if isinstance(body, dict):
-                await compute_prompt(session, prefill, request.path, body)
-        url, headers = decode.url.result() + request.path_qs, {"Content-Type": request.content_type}
-        async with session.request(request.method, url, data=content or None, headers=headers) as answer:
+        kept = {name: request.headers[name] for name in ("Authorization", "X-Request-Id") if name in request.headers}
+        headers = kept | {"Content-Type": request.content_type}
+        try:
+            body = json.loads(content) if request.path in LIMITS else None
+        except ValueError:
+            body = None  # the decode server says what is wrong
+        if isinstance(body, dict):
+            once = {LIMITS[request.path]: 1, "min_tokens": 0, "n": 1, "stream": False, "stream_options": None}
+            transfer = await compute_prompt(session, prefill + request.path, body | once, kept)
+            if isinstance(body.get("prompt", ""), str):  # of several prompts, the answer is about the first
+                content = json.dumps({"kv_transfer_params": transfer} | body).encode()
+        try:
+            answer = await session.request(request.method, decode + request.path_qs, data=content, headers=headers)
+        except aiohttp.ClientError as error:
+            raise web.HTTPBadGateway(text=f"the decode server does not answer: {error}") from error
+        async with answer:
             response = web.StreamResponse(status=answer.status)
             response.content_type = answer.content_type
             await response.prepare(request)
@@ -152,32 +149,30 @@ async def proxy(prefill: Server, decode: Server, port: int) -> AsyncIterator[str
     app.router.add_route("*", "/{path:.*}", handle)
     # A client that goes away cancels its handler, which closes the connection to the servers: they drop the request.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=5)) as session:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # kept connections may be closed just when used again
+    waits = aiohttp.ClientTimeout(total=None, sock_connect=5)
+    async with aiohttp.ClientSession(connector=connector, timeout=waits) as session:
         await runner.setup()
         try:
-            await web.TCPSite(runner, "127.0.0.1", port).start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await web.SockSite(runner, listener).start()
+            yield
         finally:
             await runner.cleanup()
 
 
-async def run(arguments: argparse.Namespace) -> int:
+async def run(arguments: argparse.Namespace, listener: socket.socket) -> int:
     """Serve until a signal (0), or until a server that is needed has ended (1)."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     try:
-        async with (
-            serving("prefill", "kv_producer", arguments, cores[:half] or cores) as prefill,
-            serving("decode", "kv_consumer", arguments, cores[half:]) as decode,
-        ):
-            if not (await prefill.url and await decode.url):
-                return 1
-            async with proxy(prefill, decode, arguments.port) as url:
-                say(f"proxy: serving on {url}")
+        async with serving(arguments) as (prefill, decode):
+            for url in asyncio.as_completed([prefill.url, decode.url]):
+                if not await url:
+                    return 1
+            async with proxy(prefill.url.result(), decode.url.result(), listener):
+                say("proxy: serving on http://{}:{}".format(*listener.getsockname()))
                 await decode.process.wait()
             return 1
     except asyncio.CancelledError:  # a signal
@@ -186,17 +181,22 @@ async def run(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    keep = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep, allow_abbrev=False)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--port", type=int, default=0, help="of the proxy; 0 takes a free one")
+    parser.add_argument("--port", type=int, default=0, help="of the proxy, on loopback; 0 takes a free one")
     parser.add_argument("--folder", help="where KV is stored and kept; else a temporary one")
     parser.add_argument("--on-load-failure", choices=("recompute", "fail"), default="recompute")
-    arguments = argparse.Namespace()
-    arguments.flags = parser.parse_known_args(namespace=arguments)[1]
-    if arguments.folder is not None:
-        return asyncio.run(run(arguments))
-    with tempfile.TemporaryDirectory(prefix="kv-") as arguments.folder:
-        return asyncio.run(run(arguments))
+    arguments, flags = parser.parse_known_args()
+    with socket.socket() as listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", arguments.port))
+        except (OSError, OverflowError) as error:
+            parser.error(f"--port {arguments.port}: {error}")
+        with tempfile.TemporaryDirectory(prefix="kv-") as scratch:
+            arguments.folder, arguments.flags = arguments.folder or scratch, flags
+            return asyncio.run(run(arguments, listener))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ with this file's folder in PYTHONPATH. `kv_producer` stores, `kv_consumer` loads
   request. A damaged file is removed. A file that cannot be written is a block that is not there.
 - What a step loads is trusted when every rank has loaded it. Until then nothing is stored of requests that hold those
   blocks: what was computed from a block that failed to load must not be stored under its prompt's name.
+- A producer's answer has `kv_transfer_params` {"stored_tokens": N}, the length of what is stored of the prompt. With a
+  request it says how much is loaded at most: 0 to compute all. Without it, all that is there is loaded.
 
 Both engines need the same sizes (pipeline, tensor parallel, block) and weights: a folder is for one set of weights.
 Nothing is evicted: remove old files whenever you like. Models with one kind of attention only.
@@ -140,16 +142,8 @@ class SharedStorage(KVConnectorBase_V1):
             raise ValueError("SharedStorage is for models with one kind of attention: this one has several")
         model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
         sizes = (parallel.pipeline_parallel_size, parallel.tensor_parallel_size)
-        same = (
-            model.model,
-            model.revision,
-            model.dtype,
-            model.quantization,
-            cache.cache_dtype,
-            cache.block_size,
-            sizes,
-        )
-        self._root = json.dumps(same, default=str)
+        of_model = (model.model, model.revision, model.dtype, model.quantization)
+        self._root = json.dumps((*of_model, cache.cache_dtype, cache.block_size, sizes), default=str)
         self._block_size: int = cache.block_size
         self._ranks = sizes[0] * sizes[1]
         self._store = Store(Path(self._kv_transfer_config.get_from_extra_config("folder", "/tmp/kv")), self._ranks)
@@ -197,7 +191,9 @@ class SharedStorage(KVConnectorBase_V1):
         prompt = self._prompts[request.request_id]
         prompt.first = first = num_computed_tokens // self._block_size
         end = first
-        last = min(len(prompt.names), (len(request.prompt_token_ids or ()) - 1) // self._block_size)
+        limit: Any = (request.kv_transfer_params or {}).get("stored_tokens")  # whatever the client has sent
+        tokens = len(request.prompt_token_ids or ()) - 1
+        last = min(len(prompt.names), (min(tokens, limit) if isinstance(limit, int) else tokens) // self._block_size)
         while end < last and self._store.has(prompt.names[end]):
             end += 1
         return (end - first) * self._block_size, False
@@ -246,8 +242,10 @@ class SharedStorage(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Nothing is under way: what was to be stored of it is stored within its steps."""
-        self._prompts.pop(request.request_id, None)
-        return False, None
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None or not self._kv_transfer_config.is_kv_producer:
+            return False, None
+        return False, {"stored_tokens": prompt.stored * self._block_size}
 
     # -- in every rank -----------------------------------------------------------------------------------------------
 

@@ -106,6 +106,7 @@ def connector(folder: Path, role: str = "kv_both", rank: int | None = None, **mo
 def request(name: str, prompt: list[int], **more: Any) -> Any:
     """Return what the connector reads of vLLM's request."""
     nothing = {"prompt_embeds": None, "lora_request": None, "cache_salt": None, "mm_features": ()}
+    nothing |= {"kv_transfer_params": None}
     values = nothing | {"num_computed_tokens": 0} | more
     return SimpleNamespace(request_id=name, prompt_token_ids=prompt, **values)
 
@@ -166,6 +167,19 @@ def test_a_block_is_stored_with_the_step_that_completes_it(tmp_path: Path) -> No
     whole = request("b", list(range(8)))
     other.on_new_request(whole)
     assert other.get_num_new_matched_tokens(whole, 0) == (4, False), "one token is left to compute"
+    assert side.request_finished(asked, []) == (False, {"stored_tokens": 8})
+    assert other.request_finished(asked, []) == (False, None)
+
+
+@pytest.mark.parametrize("given, loaded", [(0, 0), (4, 4), (7, 4), (99, 8), (-1, 0), ("all", 8), (None, 8)])
+def test_a_request_may_say_how_much_is_loaded_at_most(given: Any, loaded: int, tmp_path: Path) -> None:
+    side = connector(tmp_path)
+    asked = request("a", list(range(12)), kv_transfer_params={"stored_tokens": given})
+    side.on_new_request(asked)
+    for rank in (0, 1):
+        for name in side._names(asked):
+            side._store.save(name, rank, layers(1))
+    assert side.get_num_new_matched_tokens(asked, 0) == (loaded, False)
 
 
 def test_nothing_is_stored_after_a_forward_pass_that_failed(tmp_path: Path) -> None:
