@@ -28,8 +28,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-STOP_S = 15
-"""A server ends within 10 s of SIGTERM; after this it is killed, and its ranks end with it."""
+STOP_S = 15  # A server ends within 10 s of SIGTERM. After this it is killed, and its ranks end with it.
 LIMITS = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_completion_tokens"}
 say = partial(print, flush=True)
 
@@ -63,12 +62,17 @@ async def start(name: str, role: str, cores: list[int], arguments: argparse.Name
         "kv_load_failure_policy": arguments.on_load_failure,
         "kv_connector_extra_config": {"folder": arguments.folder},
     }
-    options = ["--port", "0", "--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
-    options += ["--pipeline-parallel-size", "2", "--kv-cache-memory-bytes", str(256 << 20)]
+    options = ("--pipeline-parallel-size", "2", "--kv-cache-memory-bytes", str(256 << 20), *arguments.flags)
+    fixed = ("--port", "0", "--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details")
     process = await asyncio.create_subprocess_exec(
         *("taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "async_pp.serve"),
-        *(arguments.model, *options, *arguments.flags),  # of a flag given twice, the last counts
-        env=os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"},
+        *(arguments.model, *options, *fixed),  # of a flag given twice, the last counts
+        env={
+            "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor",  # is worth keeping
+            **os.environ,
+            "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}",
+            "TMPDIR": arguments.scratch,  # a server that is killed cannot remove its files
+        },
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         limit=1 << 24,  # the longest line, in bytes
@@ -137,8 +141,7 @@ async def proxy(prefill: str, decode: str, listener: socket.socket) -> AsyncIter
         except aiohttp.ClientError as error:
             raise web.HTTPBadGateway(text=f"the decode server does not answer: {error}") from error
         async with answer:
-            response = web.StreamResponse(status=answer.status)
-            response.content_type = answer.content_type
+            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
             await response.prepare(request)
             async for chunk in answer.content.iter_any():
                 await response.write(chunk)
@@ -150,8 +153,7 @@ async def proxy(prefill: str, decode: str, listener: socket.socket) -> AsyncIter
     # A client that goes away cancels its handler, which closes the connection to the servers: they drop the request.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # kept connections may be closed just when used again
-    waits = aiohttp.ClientTimeout(total=None, sock_connect=5)
-    async with aiohttp.ClientSession(connector=connector, timeout=waits) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
         await runner.setup()
         try:
             await web.SockSite(runner, listener).start()
@@ -181,22 +183,21 @@ async def run(arguments: argparse.Namespace, listener: socket.socket) -> int:
 
 def main() -> int:
     """Read the command line and run."""
-    keep = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--port", type=int, default=0, help="of the proxy, on loopback; 0 takes a free one")
-    parser.add_argument("--folder", help="where KV is stored and kept; else a temporary one")
+    parser.add_argument("--folder", help="where KV is stored and kept; without it a temporary one")
     parser.add_argument("--on-load-failure", choices=("recompute", "fail"), default="recompute")
     arguments, flags = parser.parse_known_args()
-    with socket.socket() as listener:
+    with socket.socket() as listener, tempfile.TemporaryDirectory(prefix="kv-") as scratch:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", arguments.port))
         except (OSError, OverflowError) as error:
             parser.error(f"--port {arguments.port}: {error}")
-        with tempfile.TemporaryDirectory(prefix="kv-") as scratch:
-            arguments.folder, arguments.flags = arguments.folder or scratch, flags
-            return asyncio.run(run(arguments, listener))
+        arguments.scratch, arguments.flags = scratch, flags
+        arguments.folder = arguments.folder or f"{scratch}/stored"
+        return asyncio.run(run(arguments, listener))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ What is expected comes from vLLM's own engine (tests/vllm/expected), so from a s
 """
 
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,9 +25,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 PROGRAM = (str(Path(__file__).parents[2] / "examples" / "disaggregated.py"),)
 BLOCK = 32
-SMALL = ("--block-size", str(BLOCK), "--max-model-len", "512", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
-"""Prompts are cut into pieces of a block, so that there is a middle in which to end the prefill server."""
-SHORT, OTHER = PLAIN.waves[0][3], PLAIN.waves[0][2]
+SMALL = ("--block-size", str(BLOCK), "--max-model-len", "512", "--max-num-batched-tokens", "8", "--max-num-seqs", "4")
+"""Prompts are cut into small pieces, so that there is a middle in which to end the prefill server."""
+_, STREAMED, ALONE, SHORT = PLAIN.waves[0]
 MIDDLE, LONG = CHUNKED.waves[0][0], CHUNKED.waves[0][3]
 
 
@@ -82,14 +85,20 @@ def test_the_tokens_are_a_single_servers_whatever_becomes_of_prefill(policy: str
     argv = ("--model", "tiny", "--folder", str(folder), "--on-load-failure", policy, *SMALL)
     with Server(*argv, program=PROGRAM) as program:
         program.ready("proxy: serving on")
+        runtime = [path.name for path in program.folder.glob("*/async_pp-*")]
+        assert len(runtime) == 2
         with program.client() as client:
             prompts_are_loaded(client)
+            the_decode_server_alone_gives_the_same(program, client)
             files_that_are_damaged_give_the_policys_outcome(program, folder, policy)
             prefill_ends_in_the_middle_of_a_prompt(program, client, folder)
-            assert metric(client, "num_requests_running") == metric(client, "kv_cache_usage_perc") == 0
+            for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+                assert metric(client, gauge) == 0
         program.process.send_signal(signal.SIGINT)
         assert program.code() == 0
-        assert not program.left()
+        assert not program.left() and not list(program.folder.iterdir())
+        assert not [path for name in runtime for path in Path("/dev/shm").glob(f"{name}*")]
+        assert all(path.suffix == ".safetensors" for path in folder.iterdir())
 
 
 def prompts_are_loaded(client: httpx.Client) -> None:
@@ -99,10 +108,25 @@ def prompts_are_loaded(client: httpx.Client) -> None:
     found, whole = cached(answer)
     assert found == whole > 0
     assert metric(client, "external_prefix_cache_hits_total") == whole
-    with client.stream("POST", "/v1/completions", json=body(OTHER, stream=True)) as stream:
+    assert metric(client, "external_prefix_cache_queries_total") == answer.json()["usage"]["prompt_tokens"]
+    with client.stream("POST", "/v1/completions", json=body(STREAMED, stream=True)) as stream:
         *parts, end = events(stream)
-    assert [token for part in parts for token in part["choices"][0]["token_ids"]] == wanted(OTHER)
+    assert [token for part in parts for token in part["choices"][0]["token_ids"]] == wanted(STREAMED)
     assert len(parts) > 1 and end == "[DONE]"
+
+
+def the_decode_server_alone_gives_the_same(program: Server, client: httpx.Client) -> None:
+    """It computes a prompt that is stored when its request says so: then it is a single server."""
+    hits = metric(client, "external_prefix_cache_hits_total")
+    with client_of(program, "prefill") as prefill:
+        answer = prefill.post("/v1/completions", json=body(ALONE, max_tokens=1))
+    usage = answer.raise_for_status().json()["usage"]
+    assert answer.json()["kv_transfer_params"] == {"stored_tokens": usage["prompt_tokens"] // BLOCK * BLOCK}
+    answer = client.post("/v1/completions", json=body(ALONE, kv_transfer_params={"stored_tokens": 0}))
+    assert tokens(answer) == wanted(ALONE)
+    found, whole = cached(answer)
+    assert found == 0 < whole
+    assert metric(client, "external_prefix_cache_hits_total") == hits
 
 
 def files_that_are_damaged_give_the_policys_outcome(program: Server, folder: Path, policy: str) -> None:
@@ -137,7 +161,7 @@ def prefill_ends_in_the_middle_of_a_prompt(program: Server, client: httpx.Client
     assert lines(program, "the decode server computes the prompt") == 1
     assert tokens(client.post("/v1/completions", json=body(LONG))) == wanted(LONG)
     assert lines(program, "the decode server computes the prompt") == 2
-    program.wait_for("prefill: ended with -9")
+    program.wait_for("prefill: ended with -9", 10)
 
 
 def test_a_signal_while_the_servers_start_leaves_nothing() -> None:
@@ -145,12 +169,23 @@ def test_a_signal_while_the_servers_start_leaves_nothing() -> None:
         program.ready("decode: started as process")
         program.process.terminate()
         assert program.code() == 0
-        assert not program.left()
-        assert not list(program.folder.iterdir())
+        assert not program.left() and not list(program.folder.iterdir())
 
 
-def test_a_server_that_cannot_start_ends_the_program() -> None:
-    with Server("--model", "tiny", "--no-such-flag", program=PROGRAM) as program:
+def test_a_model_that_is_not_there_ends_the_program() -> None:
+    with Server("--model", "./not-there", program=PROGRAM) as program:
         assert program.code(60) == 1
-        program.wait_for("--no-such-flag")
+        program.wait_for("./not-there")
         assert not list(program.folder.iterdir())
+
+
+def test_what_is_wrong_with_the_command_line_is_said_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, *PROGRAM, "--port", port]
+        refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    assert refused.returncode == 2
+    assert f"--port {port}: " in refused.stderr and "in use" in refused.stderr
+    assert not refused.stdout
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True, timeout=10)
+    assert "--on-load-failure" in shown.stdout
