@@ -136,17 +136,21 @@ async def proxy(prefill: str, decode: str, listener: socket.socket) -> AsyncIter
             transfer = await compute_prompt(session, prefill + request.path, body | once, kept)
             if isinstance(body.get("prompt", ""), str):  # of several prompts, the answer is about the first
                 content = json.dumps({"kv_transfer_params": transfer} | body).encode()
+        url, response = decode + request.path_qs, web.StreamResponse()
         try:
-            answer = await session.request(request.method, decode + request.path_qs, data=content, headers=headers)
+            async with session.request(request.method, url, data=content, headers=headers) as answer:
+                response.set_status(answer.status)
+                response.content_type = answer.content_type
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
         except aiohttp.ClientError as error:
-            raise web.HTTPBadGateway(text=f"the decode server does not answer: {error}") from error
-        async with answer:
-            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
+            say(f"proxy: decode failed: {error}")
+            if not response.prepared:
+                raise web.HTTPBadGateway(text=f"the decode server does not answer: {error}") from error
+            assert request.transport is not None
+            request.transport.abort()  # what is cut must not look whole
+        return response
 
     app = web.Application(client_max_size=1 << 26)
     app.router.add_route("*", "/{path:.*}", handle)

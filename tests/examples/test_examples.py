@@ -18,7 +18,7 @@ ENVIRONMENT = {**os.environ, "MODEL": "tiny", "PYTHONUNBUFFERED": "1"}
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 
-LONG = {"disaggregated": 205, "shared_storage": 300}
+LONG = {"disaggregated": 210, "shared_storage": 300}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

@@ -259,7 +259,8 @@ async def nothing_is_left(running: Any) -> None:
     assert not (scheduler.connector._prompts or scheduler.connector._loads or scheduler.connector._loading)
 
 
-@pytest.mark.parametrize("sizes", [PP2, pytest.param(PP2 | {"tensor_parallel_size": 2}, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the default run has two servers that do so, in test_disaggregated.py
+@pytest.mark.parametrize("sizes", [PP2, PP2 | {"tensor_parallel_size": 2}])
 async def test_one_engine_produces_and_another_consumes(sizes: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "stored"
     async with with_storage(folder, "kv_producer", sizes) as running:
@@ -278,7 +279,7 @@ async def test_one_engine_does_both(tmp_path: Path) -> None:
         await compare(running, tmp_path, stored=True)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("policy", ["fail", pytest.param("recompute", marks=pytest.mark.slow)])
 async def test_a_file_that_is_damaged_gives_the_policys_outcome(policy: str, tmp_path: Path) -> None:
     """Each rank finds a damaged file in turn. Of two requests at once only the one that needs it is touched."""
     folder = tmp_path / "stored"
