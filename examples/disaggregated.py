@@ -106,7 +106,7 @@ async def serving(arguments: argparse.Namespace) -> AsyncIterator[list[Server]]:
         servers.append(await start("decode", "kv_consumer", cores[half:], arguments))
         yield servers
     finally:
-        await asyncio.gather(*(server.stop() for server in servers))
+        await asyncio.gather(*(server.stop() for server in servers), return_exceptions=True)  # all of them
 
 
 async def compute_prompt(session: aiohttp.ClientSession, url: str, body: Any, headers: dict[str, str]) -> Any:

@@ -95,7 +95,12 @@ def test_the_tokens_are_a_single_servers_whatever_becomes_of_prefill(policy: str
             for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 assert metric(client, gauge) == 0
         program.process.send_signal(signal.SIGINT)
+        if policy == "fail":  # and now, at once
+            program.wait_for("decode: async_pp: SIGTERM", 10)
+            program.process.send_signal(signal.SIGINT)
         assert program.code() == 0
+        program.wait_for("decode: ended with", 1)
+        assert not lines(program, "Exception") and not lines(program, "Traceback")
         assert not program.left() and not list(program.folder.iterdir())
         assert not [path for name in runtime for path in Path("/dev/shm").glob(f"{name}*")]
         assert all(path.suffix == ".safetensors" for path in folder.iterdir())
