@@ -260,6 +260,7 @@ async def nothing_is_left(running: Any) -> None:
 
 
 @pytest.mark.slow  # the default run has two servers that do so, in test_disaggregated.py
+@pytest.mark.timeout(300)  # four ranks on few cores, twice
 @pytest.mark.parametrize("sizes", [PP2, PP2 | {"tensor_parallel_size": 2}])
 async def test_one_engine_produces_and_another_consumes(sizes: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "stored"
