@@ -18,9 +18,12 @@ ENVIRONMENT = {**os.environ, "MODEL": "tiny", "PYTHONUNBUFFERED": "1"}
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 
+LONG = {"disaggregated": 210, "shared_storage": 300}
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_is_under_sixty_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 60
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < LONG.get(path.stem, 60)
 
 
 @pytest.mark.parametrize(

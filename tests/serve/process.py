@@ -25,19 +25,19 @@ def _caches():
 
 
 class Server:
-    """`python -m async_pp.serve ARGV --port FREE`, with a private folder for its runtime files.
+    """`python PROGRAM ARGV --port FREE`, `-m async_pp.serve` as a rule, with a private folder for its runtime files.
 
     Attributes:
         lines: what it has printed so far, standard output and error together.
     """
 
-    def __init__(self, *argv, env=None):
+    def __init__(self, *argv, env=None, program=("-m", "async_pp.serve")):
         with contextlib.closing(bind("127.0.0.1", 0)) as holder:
             self.port = holder.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = Path(tempfile.mkdtemp(prefix="serve-"))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "async_pp.serve", *argv, "--port", str(self.port)],
+            [sys.executable, *program, *argv, "--port", str(self.port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -79,9 +79,9 @@ class Server:
         assert found is not None, f"{text!r} was not printed:\n" + "\n".join(self.lines)
         return found
 
-    def ready(self):
-        """Wait until it serves; note the processes that belong to it."""
-        self.wait_for("serving on")
+    def ready(self, text="serving on"):
+        """Wait until it prints that it serves; note the processes that belong to it."""
+        self.wait_for(text)
         self._family = psutil.Process(self.process.pid).children(recursive=True)
         self._runtime = [path.name for path in self.folder.glob("async_pp*")]
         return self
