@@ -159,7 +159,10 @@ class AsyncPPEngine(AsyncLLM):
         self._on_phase("ready", None, loop.time() - began)
 
     async def _have_zygote(self) -> Zygote:
-        if self._zygote is None or self._zygote.ended:
+        if self._zygote is not None and self._zygote.ended:
+            await self._zygote.close()
+            self._zygote = None
+        if self._zygote is None:
             world = self.engine_args.pipeline_parallel_size * self.engine_args.tensor_parallel_size
             self._zygote = Zygote()
             await self._zygote.start(rank_environment(world), PRELOAD)
