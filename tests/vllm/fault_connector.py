@@ -347,7 +347,7 @@ class CheckedScheduler(VllmScheduler):
 
     def _checked(self, result):
         for (rank, kind, request_id), blocks in self.scheduler.connector.busy.items():
-            gone = blocks - self.blocks(request_id)
+            gone = blocks - self._requests.blocks(request_id)
             assert not gone, f"rank {rank} is at the {kind} of {request_id}, and its blocks {gone} were freed"
         if not self.scheduler.requests:
             self.rig.drained.set()
@@ -431,7 +431,7 @@ class FaultRig(Rig):
         assert not scheduler.requests and not scheduler.deferred_frees and not scheduler.kv_holding_waiting
         assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
         assert self.free_blocks == self._free, "blocks leaked"
-        assert fold.open == () and not fold._failed and not fold._invalid and not self.scheduler._receiving
+        assert fold.open == () and not fold._failed and not fold._invalid and not self.scheduler._requests._receiving
         assert not scheduler.connector.busy and not self.ranks.loading
         told = sum(fold.dropped.values()) + fold.repeated - sum(worker.injected for worker in self.ranks.workers)
         assert 0 <= told <= sum(worker.vain for worker in self.ranks.workers)

@@ -167,7 +167,7 @@ def test_what_a_rank_never_reports_holds_its_own_blocks_and_nothing_else(cores, 
         await asyncio.sleep(30)
         assert rig.core.scheduler.requests.keys() == {"it"}
         assert rig.ends.keys() - {"it"} == {"0", "1", "2", "3"}
-        assert free - rig.free_blocks == len(rig.scheduler.blocks("it"))
+        assert free - rig.free_blocks == len(rig.scheduler._requests.blocks("it"))
         assert rig.scheduler.connectors.open == (("it",) if stages > 1 else ())
         assert len(rig.story) == steps
         assert 0 < len(rig.ranks.attends) - asked <= 30 / MOST_PAUSE_S
