@@ -18,9 +18,9 @@ from vllm.config import KVTransferConfig
 
 from async_pp.bench import virtual
 from async_pp.core.transfers import LEAST_PAUSE_S, MOST_PAUSE_S, PAUSE_SHARE
-from async_pp.engine.streams import Streams
-from async_pp.errors import RankError
-from tests.vllm.fault_connector import Fault, FaultRig, Load, Script, forget
+from async_pp.errors import EngineClosed, RankError, RankLost
+from tests.vllm.fault_connector import Fault, Load, Script
+from tests.vllm.fault_engine import FaultRig, forget
 from tests.vllm.virtual_engine import COSTS, MAX_LEN, engine_core, make_policy, run
 
 pytestmark = pytest.mark.vllm
@@ -59,9 +59,25 @@ def play(core, scenario, *, policy="balanced", costs=COSTS[0], **settings):
         forget(core)
 
 
+def play_epoch(core, scenario, **settings):
+    """A scenario that ends the epoch itself, a coroutine function of the rig and the task that steps. Returns the rig."""
+
+    async def main():
+        rig = FaultRig(
+            core, make_policy("balanced", core.vllm_config.parallel_config.pipeline_parallel_size), **settings
+        )
+        await scenario(rig, asyncio.create_task(rig.stepping.run()))
+        return rig
+
+    try:
+        return virtual.run(main())
+    finally:
+        forget(core)
+
+
 FAULTS = {
     "late by calls": Fault(calls=5),
-    "late by time": Fault(until_s=0.3),
+    "late by time": Fault(takes_s=0.3),
     "twice": Fault(twice=True),
     "twice and late": Fault(twice=True, calls=4),
     "blocks at once": Fault(fails="blocks"),
@@ -108,8 +124,8 @@ def expected(rig):
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("stages", STAGES)
 def test_a_request_ends_as_it_should_whatever_some_rank_does(cores, stages, fault, where):
-    for ranks in ([0], [stages - 1], range(stages)):
-        rig = play(cores(stages), among_others(with_fault(where, fault, ranks)))
+    for ranks, recompute in ([0], True), ([stages - 1], False), (range(stages), True), ([0], False):
+        rig = play(cores(stages), among_others(with_fault(where, fault, ranks)), recompute=recompute)
         assert {name: ends[0] for name, ends in rig.ends.items()} == expected(rig)
         assert ("it" in rig.failed) == (bool(fault.fails) and where != "send")
 
@@ -132,9 +148,10 @@ def test_aborted_at_any_time(cores, stages, fault, where):
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("stages", STAGES)
 def test_preempted(cores, stages, fault, where):
-    rig = play(cores(stages), among_others(with_fault(where, fault, [0]), crowd=True))
-    assert {name: ends[0] for name, ends in rig.ends.items()} == expected(rig)
-    assert rig.ranks.preempted, "there was room for all"
+    for recompute in (True, False):
+        rig = play(cores(stages), among_others(with_fault(where, fault, [0]), crowd=True), recompute=recompute)
+        assert {name: ends[0] for name, ends in rig.ends.items()} == expected(rig)
+        assert rig.ranks.preempted, "there was room for all"
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -177,69 +194,80 @@ def test_what_a_rank_never_reports_holds_its_own_blocks_and_nothing_else(cores, 
     assert rig.ends["it"] == ["LENGTH"]
 
 
+@pytest.mark.parametrize("ending", ["shutdown", "loss of a rank", "abort, then shutdown"])
+@pytest.mark.parametrize("where", ["apart", "send"])
+@pytest.mark.parametrize("stages", STAGES)
+def test_what_a_rank_never_reports_does_not_outlive_the_epoch(cores, stages, where, ending):
+    error = RankLost("gone", rank=0) if ending == "loss of a rank" else EngineClosed("the engine was closed")
+
+    async def scenario(rig, steps):
+        rig.add("it", 20, 5, with_fault(where, Fault(never=True), [0]))
+        rig.add("plain", 7, 3)
+        await rig.events["plain"].wait()
+        await asyncio.sleep(1.0)
+        if "abort" in ending:
+            rig.abort("it")
+            await asyncio.sleep(1.0)
+        assert rig.core.scheduler.requests.keys() == {"it"} and not steps.done()
+        await rig.lost(error, steps)
+
+    rig = play_epoch(cores(stages), scenario)
+    end = "LENGTH" if where == "send" else "ABORT" if "abort" in ending else error
+    assert rig.ends == {"plain": ["LENGTH"], "it": [end]}
+
+
 @pytest.mark.parametrize("delivers", [True, False])
 @pytest.mark.parametrize("where", ["apart", "within", "send"])
 @pytest.mark.parametrize("stages", STAGES)
 def test_a_rank_that_raises_ends_the_epoch_and_every_stream_once(cores, stages, where, delivers):
-    async def main(core, rank):
-        rig = FaultRig(core, make_policy("balanced", stages), delivers=delivers)
-        streams = Streams(rig.fail)
+    async def scenario(rig, steps, rank):
         rig.add("plain", 7, 50)
         rig.add("it", 20, 2, with_fault(where, Fault(raises=True), [rank]))
-        steps = asyncio.create_task(rig.stepping.run())
-        reader = asyncio.create_task(streams.get())
         await asyncio.wait([steps])
         error = steps.exception()
         assert isinstance(error, RankError) and error.rank == rank
-        rig.stepping.lose(error)
-        streams.end(error)
-        streams.end(RankError("another one, later"))
-        await streams.ended()
-        reader.cancel()
-        await asyncio.sleep(10)
+        assert "the storage is gone" in str(error) and "in _begin" in error.traceback
+        await rig.lost(error, steps)
         assert rig.ends == {"plain": [error], "it": ["LENGTH"] if where == "send" else [error]}
-        assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    core = cores(stages)
     for rank in range(stages):
-        try:
-            virtual.run(main(core, rank))
-        finally:
-            forget(core)
+        play_epoch(cores(stages), partial(scenario, rank=rank), delivers=delivers)
 
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_sends_end_without_steps_when_nothing_runs(cores, stages):
     """Ranks are asked after pauses that grow, and what is late by them is late by no more than an eighth of the wait."""
-    for until_s in (0.0, 0.02, 0.3, 3.0, 30.0):
+    for takes_s in (0.0, 0.004, 0.02, 0.3, 3.0, 30.0):
 
-        async def scenario(rig, until_s=until_s):
-            rig.add("it", 20, 5, Script(send={0: Fault(until_s=until_s)}))
+        async def scenario(rig, takes_s=takes_s):
+            rig.add("it", 20, 5, Script(send={0: Fault(takes_s=takes_s)}))
             await rig.events["it"].wait()
             ended_s, steps, asked = rig.loop.time(), len(rig.story), len(rig.ranks.attends)
             await rig.drained.wait()
-            waited_s = max(until_s - ended_s, 0.0)
-            late_s = rig.loop.time() - ended_s - waited_s
+            late_s = rig.loop.time() - ended_s - takes_s
             answer_s = 3 * rig.ranks._hop_s + LEAST_PAUSE_S
-            assert late_s <= min(MOST_PAUSE_S, PAUSE_SHARE * (waited_s + answer_s)) + answer_s
+            assert late_s <= min(MOST_PAUSE_S, PAUSE_SHARE * (takes_s + answer_s)) + answer_s
             assert len(rig.story) == steps, "a step carried nothing"
             pauses = [later - sooner for sooner, later in pairwise(rig.ranks.attends[asked:])]
             assert all(later > sooner - 1e-9 for sooner, later in pairwise(pauses[1:]))  # the first told of the send
-            assert len(pauses) <= waited_s / MOST_PAUSE_S + 40, "some forty asks make the pauses that long"
+            assert len(pauses) <= takes_s / MOST_PAUSE_S + 40, "some forty asks make the pauses that long"
 
         play(cores(stages), scenario)
 
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_ranks_are_not_asked_while_steps_do_it(cores, stages):
+    """Also not when asking has begun before the steps: the load begins with no step in flight, and is asked for."""
+
     async def scenario(rig):
-        rig.add("plain", 3, 60)
-        rig.add("it", 20, 2, Script(send={0: Fault(until_s=0.2)}))
-        await rig.events["it"].wait()
+        rig.add("it", 20, 2, Script(loads=[Load(faults={0: Fault(takes_s=0.3)})], send={0: Fault(takes_s=0.2)}))
+        await asyncio.sleep(0.1)
         asked = len(rig.ranks.attends)
+        assert asked > 5, "nothing else runs"
+        rig.add("plain", 3, 60)
         while "it" in rig.core.scheduler.requests:
             await rig.stepping.settled()
-        assert rig.loop.time() < 0.25 and rig.left == {"plain": rig.left["plain"]}
+        assert rig.loop.time() > 0.5 and rig.left.keys() == {"plain"}
         assert len(rig.ranks.attends) == asked
 
     play(cores(stages), scenario)
@@ -252,7 +280,7 @@ def random_load(seed):
     def fault(last):
         return Fault(
             calls=rng.choice((0, 0, 1, 3, 9)),
-            until_s=rng.choice((0.0, 0.0, 0.0, 0.1, 0.4)),
+            takes_s=rng.choice((0.0, 0.0, 0.0, 0.1, 0.4)),
             twice=last and rng.random() < 0.1,  # it would be taken for the end of the next load
             fails=rng.choice(("", "", "", "blocks", "request")),
             unknown=rng.choice(("",) * 9 + ("sent", "received", "failed")),
