@@ -36,6 +36,8 @@ class FaultRanks(CheckedRanks):
         self._connector = self._rig.core.scheduler.connector
         self.workers = [Worker(rank, self._connector.busy, self._loop.time) for rank in range(self.layout.ranks)]
         self.attends, self.preempted, self.loading, self.lag_s = [], set(), {}, {}
+        if self._paced:  # what is sent beside steps in flight counts too, so the cadence may let a request into each
+            self._most_flying = self.layout.stages + 1
         self._last_s = dict.fromkeys(range(self.layout.ranks), 0.0)
         self._queues = defaultdict(deque)
         self._said, self._waiting = {}, []
@@ -71,6 +73,9 @@ class FaultRanks(CheckedRanks):
     def attend(self, work):
         assert not work.total_num_scheduled_tokens
         self._note_preempted(work)
+        if self._paced:  # vLLM's runner counts it like a step
+            self._ring.count()
+            self._ring.step(work)
         self.attends.append(self._loop.time())
         answers = []
         for rank, left_s in enumerate(self._oracle._left_s):
@@ -83,6 +88,7 @@ class FaultRanks(CheckedRanks):
         for request_id in work.preempted_req_ids or ():
             self.preempted.add(request_id)
             self.loading.pop(request_id, None)
+            self._flying[request_id].clear()
 
     def _answer(self, step, spans, answer, output):
         if not self.broken:

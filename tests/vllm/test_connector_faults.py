@@ -8,7 +8,7 @@ import asyncio
 import random
 from contextlib import ExitStack
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -26,6 +26,7 @@ from tests.vllm.virtual_engine import COSTS, MAX_LEN, engine_core, make_policy, 
 pytestmark = pytest.mark.vllm
 
 STAGES = [2, 4]
+SLOW = pytest.mark.slow
 ROLES = ["kv_producer", "kv_consumer", "kv_both"]
 
 
@@ -115,6 +116,11 @@ def among_others(script, *, abort_s=None, crowd=False):
     return scenario
 
 
+def policies(fault):
+    """The failure policies to try: whether a load that fails is computed."""
+    return (True, False) if fault.fails else (True,)
+
+
 def expected(rig):
     """How each request has to end if it is not aborted."""
     return {name: "ERROR" if name in rig.failed and not rig.recompute else "LENGTH" for name in rig.ends}
@@ -124,7 +130,7 @@ def expected(rig):
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("stages", STAGES)
 def test_a_request_ends_as_it_should_whatever_some_rank_does(cores, stages, fault, where):
-    for ranks, recompute in ([0], True), ([stages - 1], False), (range(stages), True), ([0], False):
+    for ranks, recompute in product(([0], [stages - 1], range(stages)), policies(fault)):
         rig = play(cores(stages), among_others(with_fault(where, fault, ranks)), recompute=recompute)
         assert {name: ends[0] for name, ends in rig.ends.items()} == expected(rig)
         assert ("it" in rig.failed) == (bool(fault.fails) and where != "send")
@@ -148,7 +154,7 @@ def test_aborted_at_any_time(cores, stages, fault, where):
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("stages", STAGES)
 def test_preempted(cores, stages, fault, where):
-    for recompute in (True, False):
+    for recompute in policies(fault):
         rig = play(cores(stages), among_others(with_fault(where, fault, [0]), crowd=True), recompute=recompute)
         assert {name: ends[0] for name, ends in rig.ends.items()} == expected(rig)
         assert rig.ranks.preempted, "there was room for all"
@@ -157,7 +163,7 @@ def test_preempted(cores, stages, fault, where):
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("delivers", [True, False])
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=SLOW), 4])
 def test_roles_delivery_and_failure_policies(cores, stages, role, delivers, recompute):
     async def scenario(rig):
         for number, fault in enumerate(FAULTS.values()):
@@ -273,8 +279,8 @@ def test_ranks_are_not_asked_while_steps_do_it(cores, stages):
     play(cores(stages), scenario)
 
 
-def random_load(seed):
-    """A scenario with all of it, and settings for it."""
+def random_load(seed, paced):
+    """A scenario with all of it, and settings for it; `paced`: vLLM schedules asynchronously."""
     rng = random.Random(seed)
 
     def fault(last):
@@ -314,26 +320,30 @@ def random_load(seed):
 
     settings = {
         "delivers": rng.random() < 0.5,
-        "recompute": rng.random() < 0.6,
+        # vLLM's asynchronous scheduler does not recover from a load that fails within a step (vllm-project/vllm#45138).
+        "recompute": rng.random() < 0.6 and not paced,
         "lag_s": {rank: rng.choice((0.0, 0.003, 0.04)) for rank in range(4)},
         "costs": rng.choice(COSTS),
-        "policy": rng.choice(("balanced", "ahead", "shared", "fill-first")),
+        "policy": rng.choice(("paced", "fill-first") if paced else ("balanced", "ahead", "shared", "fill-first")),
     }
     return scenario, settings
 
 
 def play_random(core, seed):
-    scenario, settings = random_load(seed)
+    scenario, settings = random_load(seed, core.vllm_config.scheduler_config.async_scheduling)
     rig = play(core, scenario, **settings)
     for name, (end,) in rig.ends.items():
         assert end in ("ABORT", "ERROR" if name in rig.failed and not rig.recompute else "LENGTH"), (seed, name)
     return rig
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 300), marks=SLOW)], ids=["few", "many"])
+@pytest.mark.parametrize("role", [pytest.param(role, marks=SLOW) for role in ROLES[:2]] + ROLES[2:])
+@pytest.mark.parametrize("paced", [False, True])
 @pytest.mark.parametrize("stages", STAGES)
-def test_random_faults(cores, stages, role):
-    rigs = [play_random(cores(stages, role), seed) for seed in range(40)]
+def test_random_faults(cores, stages, paced, role, seeds):
+    core = cores(stages, role, paced=paced)
+    rigs = [play_random(core, seed) for seed in seeds]
     assert any(rig.ranks.preempted for rig in rigs)
-    again = play_random(cores(stages, role), 0)
+    again = play_random(core, seeds[0])
     assert again.story == rigs[0].story and again.ends == rigs[0].ends

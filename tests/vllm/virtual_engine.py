@@ -79,6 +79,7 @@ class CheckedRanks(SimulatedRanks):
         self._paced = is_paced(rig.core.vllm_config)
         self._ring = Ring(self.layout.stages)
         self._flying = defaultdict(set)
+        self._most_flying = 1 + self._paced
 
     def execute(self, step, work, **more):
         skipped = 0
@@ -103,7 +104,7 @@ class CheckedRanks(SimulatedRanks):
         for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
             if tokens:
                 self._flying[request_id].add(self.steps)
-                assert len(self._flying[request_id]) <= 1 + self._paced, f"{request_id} is in flight too often"
+                assert len(self._flying[request_id]) <= self._most_flying, f"{request_id} is in flight too often"
         return load, output
 
     def _answer(self, step, spans, answer, output):
