@@ -2,7 +2,7 @@
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from async_pp.errors import EngineFailed, RankError, RankLost, StartupError
+from async_pp.errors import EngineFailed, RankError, RankHung, RankLost, StartupError
 
 
 class DeadEngine(EngineFailed, EngineDeadError):
@@ -11,6 +11,10 @@ class DeadEngine(EngineFailed, EngineDeadError):
 
 class DeadRankLost(RankLost, DeadEngine):
     """A `RankLost` that vLLM's code recognises."""
+
+
+class DeadRankHung(RankHung, DeadEngine):
+    """A `RankHung` that vLLM's code recognises."""
 
 
 class DeadRankError(RankError, DeadEngine):
@@ -27,6 +31,8 @@ def as_dead(error: BaseException, *, epoch: int, step: int | None, request_ids: 
     match error:
         case RankLost():
             dead = DeadRankLost(error.message, exit_status=error.exit_status)
+        case RankHung():
+            dead = DeadRankHung(error.message, deadline_s=error.deadline_s)
         case RankError():
             dead = DeadRankError(error.message, traceback=error.traceback)
         case StartupError():
