@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_pp import __version__
 from async_pp.channel.pending import Pending
 from async_pp.channel.zmq_engine import ZmqEngineChannel
 from async_pp.core.deadlines import Deadline, Overdue, Row, Work
 from async_pp.core.gather import Scope
+from async_pp.engine.failures import RUNNING, Failures, wrong_hello
 from async_pp.engine.watch import StartDeadlines, StartWatch, StepWatch
-from async_pp.errors import EngineClosed, EngineFailed, RankError, RankHung, RankLost, StartupError, WireError, first_of
+from async_pp.errors import EngineClosed, EngineFailed, WireError, first_of
 from async_pp.ranks.board import Board
 from async_pp.ranks.main import Bootstrap
 from async_pp.ranks.runner import Attending
@@ -50,8 +50,8 @@ from async_pp.wire.messages import (
 CLOSE_DEADLINE_S = 5.0
 
 RAISED_S = 2 * STATUS_DEADLINE_S
-"""How long an error of a rank waits for the death of another, which may be its cause: the kernel closes the sockets of a
-process that ends before it tells of the end."""
+"""How long an error of a rank waits for the death of another, which may be its cause: of a process that ends, the
+kernel closes the sockets before it tells the end."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -136,6 +136,7 @@ class RankExecutor:
         self.layout = layout
         self.epoch = epoch
         self.cause: Exception | None = None
+        self._failures = Failures(epoch)
         self.rejected_frames = 0
         self._zygote = zygote
         self._on_phase = on_phase
@@ -164,7 +165,6 @@ class RankExecutor:
         self._runtime_dir: Path | None = None
         self._channel: ZmqEngineChannel | None = None
         self._supervisor: Supervisor | None = None
-        self._phase = "spawn"
 
     @property
     def runtime_dir(self) -> Path:
@@ -210,11 +210,11 @@ class RankExecutor:
                     await hello
         except TimeoutError:
             rank = next(iter(self._hellos))
-            error = self._startup_error(f"rank {rank} has not said hello within {deadline_s:g} s", rank)
+            error = self._failures.start(rank, f"has not said hello within {deadline_s:g} s")
             self.lose(error)
             raise error from None
         self._on_phase("spawn", None, loop.time() - began)
-        self._phase = "load"
+        self._failures.phase = "load"
         self._start_watch.begin(self._start_deadlines.load_s)
 
     async def _spawn_all(self, supervisor: Supervisor, specs: Sequence[RankSpec]) -> None:
@@ -224,8 +224,8 @@ class RankExecutor:
                 for spec in specs:
                     tasks.create_task(self._spawn(supervisor, spec))
         except TimeoutError:
-            message = f"the process that forks the ranks has not forked them within {deadline_s:g} s"
-            error = self._startup_error(message, None)
+            what = f"the process that forks the ranks has not done it within {deadline_s:g} s"
+            error = self._failures.start(None, what)
             self.lose(error)
             raise error from None
         except ExceptionGroup as group:
@@ -266,7 +266,7 @@ class RankExecutor:
 
     def started(self) -> None:
         """Start-up is over: from here on a dead rank is a `RankLost`, not a `StartupError`."""
-        self._phase = "running"
+        self._failures.phase = RUNNING
         self._start_watch.stop()
         self._unlink_shared_memory()
 
@@ -325,8 +325,8 @@ class RankExecutor:
             Exception: what the first failing rank raised, at once and with its traceback as a note. The others are not
                 waited for: they may sit in a collective with the one that failed.
             StartupError: the same while the ranks start, which ends them.
-            TimeoutError: not all answered within `timeout_s` seconds; the call itself goes on in the ranks, and from now
-                on they have as long for it as for a step. So it is after a cancellation.
+            TimeoutError: not all answered within `timeout_s` seconds; the call itself goes on in the ranks, and now
+                they have as long for it as for a step. So it is after a cancellation.
             EngineFailed: the rank set was lost.
         """
         channel = self._open_channel()
@@ -427,7 +427,7 @@ class RankExecutor:
     def _receive(self, rank: int, envelope: Envelope) -> None:
         if self.cause is not None:
             return  # nobody is left whom a rank that goes on could answer
-        if self._phase != "running":
+        if self._failures.starting:
             self._start_watch.moved()
         try:
             self._take(rank, envelope)
@@ -445,7 +445,7 @@ class RankExecutor:
                 for span in spans:
                     self._take_span(rank, *span)
             case StepFailed(step=step, kind=kind, text=text):
-                self._lose_soon(self._rank_error(rank, kind, text, step))
+                self._lose_soon(self._failures.raised(rank, kind, text, step))
             case CallReply(call=call):
                 if call in self._attends:
                     self._attends[call] -= 1
@@ -453,31 +453,30 @@ class RankExecutor:
                         del self._attends[call]
                 self._calls.resolve((call, rank), envelope.load())
             case CallFailed(call=call, kind=kind, text=text) if call in self._attends:
-                self._lose_soon(self._rank_error(rank, kind, text, None))
-            case CallFailed(kind=kind, text=text) if self._phase != "running":
-                failure = self._startup_error(f"rank {rank} raised {_last_line(text, kind)}", rank)
-                failure.__cause__ = self._rank_error(rank, kind, text, None)
-                self._lose_soon(failure)
+                self._lose_soon(self._failures.raised(rank, kind, text, None))
+            case CallFailed(kind=kind, text=text) if self._failures.starting:
+                self._lose_soon(self._failures.raised_at_start(rank, kind, text))
             case CallFailed(call=call, kind=kind, text=text):
                 error = envelope.load() if envelope.has_payload else None
                 if not isinstance(error, Exception):
-                    error = self._rank_error(rank, kind, text, None)
+                    error = self._failures.raised(rank, kind, text, None)
                 error.add_note(f"on rank {rank}:\n{text}")
                 self._calls.reject((call, rank), error)
-            case Hello(pid=pid, ranks=ranks, version=version):
-                if version != __version__:
-                    told = version or "an unknown one"
-                    self._broke_off(rank, f"runs another version of async_pp ({told}) than the engine ({__version__})")
-                elif ranks != self.layout.ranks:
-                    self._broke_off(rank, f"believes that there are {ranks} ranks, not {self.layout.ranks}")
+            case Hello(pid=pid) as hello:
+                if (wrong := wrong_hello(hello, self.layout.ranks)) is not None:
+                    self._broke_off(rank, wrong)
                 elif not self._hellos.resolve(rank, pid):
                     self._broke_off(rank, "said hello twice")
             case Phase(name=name, seconds=seconds):
                 self._on_phase(name, rank, seconds)
-                self._loading -= {rank} if name == "load" else set()
-                if self._phase == "load" and not self._loading:
-                    self._phase = "kv_cache"
-                    self._start_watch.begin(self._start_deadlines.kv_cache_s)
+                if name == "load":
+                    self._loaded(rank)
+
+    def _loaded(self, rank: int) -> None:
+        self._loading.discard(rank)
+        if self._failures.phase == "load" and not self._loading:
+            self._failures.phase = "kv_cache"
+            self._start_watch.begin(self._start_deadlines.kv_cache_s)
 
     def _take_span(self, rank: int, step: int, began_s: float, ended_s: float) -> None:
         stage, in_stage = divmod(rank, self.layout.ranks_per_stage)
@@ -485,20 +484,8 @@ class RankExecutor:
             self._watch.took(step, ended_s - began_s)
             self._on_span(stage, step, began_s, ended_s)
 
-    def _rank_error(self, rank: int, kind: str, text: str, step: int | None) -> RankError:
-        message = f"rank {rank} raised {_last_line(text, kind)}"
-        return RankError(message, traceback=text, rank=rank, epoch=self.epoch, step=step)
-
-    def _startup_error(self, message: str, rank: int | None) -> StartupError:
-        message = f"{message} during start-up ({self._phase})"
-        return StartupError(message, phase=self._phase, rank=rank, epoch=self.epoch)
-
     def _broke_off(self, rank: int, what: str) -> None:
-        """A rank does what no rank of this engine does."""
-        if self._phase != "running":
-            self.lose(self._startup_error(f"rank {rank} {what}", rank))
-        else:
-            self.lose(RankError(f"rank {rank} {what}", rank=rank, epoch=self.epoch, step=self.step_of(rank)))
+        self.lose(self._failures.broke_off(rank, what, self.step_of(rank)))
 
     def _lose_soon(self, error: EngineFailed) -> None:
         """A rank raised. If another one ends right now, its end is the cause: the one that raised was its neighbour."""
@@ -509,11 +496,7 @@ class RankExecutor:
         self.rejected_frames += 1
 
     def _rank_died(self, rank: int, status: str) -> None:
-        if self._phase == "running":
-            message, step = f"rank {rank} ended: {status}", self.step_of(rank)
-            self.lose(RankLost(message, exit_status=status, rank=rank, epoch=self.epoch, step=step))
-        else:
-            self.lose(self._startup_error(f"rank {rank} ended ({status})", rank))
+        self.lose(self._failures.ended(rank, status, self.step_of(rank)))
 
     # -- watches -------------------------------------------------------------------------------------------------
 
@@ -525,32 +508,21 @@ class RankExecutor:
         return self._supervisor is not None and self._supervisor.stopped(rank)
 
     def _missing(self, work: Work) -> list[int]:
+        """The ranks whose answer to a work has not come."""
         ranks = range(self.layout.ranks)
         if work.step is not None:
             return [rank for rank in ranks if (work.step, rank) in self._steps]
         return [rank for rank in ranks if work.call is not None and (work.call, rank) in self._calls]
 
     def _asked(self) -> list[int]:
+        """The ranks that have not answered the oldest call."""
         oldest = next(iter(self._calls), None)
         return [] if oldest is None else [rank for call, rank in self._calls if call == oldest[0]]
 
     def _stalled(self, rank: int, deadline_s: float) -> None:
-        self.lose(self._startup_error(f"rank {rank} has made no progress for {deadline_s:g} s", rank))
+        self.lose(self._failures.start(rank, f"has made no progress for {deadline_s:g} s"))
 
     def _hung(self, overdue: Overdue, deadline_s: float) -> None:
-        rank, step = overdue.ranks[0], overdue.step
-        work = "a call" if step is None else f"step {step}"
-        did = "has not answered" if overdue.answered else "is not done with"
-        stopped = ", its process is stopped" if self._stopped(rank) else ""
-        message = f"rank {rank} {did} {work} {time.monotonic() - overdue.since_s:.1f} s after it could begin{stopped}"
-        if self._phase != "running":
-            self.lose(self._startup_error(message, rank))
-            return
-        advice = f"the deadline is {deadline_s:.1f} s (--step-deadline, step_deadline_s)"
-        message = f"{message}; {advice}"
-        self.lose(RankHung(message, deadline_s=deadline_s, rank=rank, epoch=self.epoch, step=step))
-
-
-def _last_line(text: str, kind: str) -> str:
-    """What a traceback says in its last line: class and message of the error."""
-    return text.strip().rpartition("\n")[2] or kind
+        waited_s = time.monotonic() - overdue.since_s
+        stopped = self._stopped(overdue.ranks[0])
+        self.lose(self._failures.hung(overdue, deadline_s, waited_s=waited_s, stopped=stopped))
