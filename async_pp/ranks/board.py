@@ -16,11 +16,8 @@ from async_pp.core.deadlines import Row
 
 ROW_BYTES = 64
 
-# The time goes first: between the two writes, each of them whole since it is aligned, a row says "not entered yet" or
-# "not left yet" with a time that nobody needs.
-_ENTERED = struct.Struct("@dq")
-_LEFT = struct.Struct("@dq")
-_ROW = struct.Struct("@dqdq")
+_ROW = struct.Struct("@dqdq")  # entered_s, entered, left_s, left
+_WORDS = ROW_BYTES // 8
 
 READS = 8
 """Times that a row is read to see it twice the same."""
@@ -35,9 +32,10 @@ class RankRow:
     """
 
     def __init__(self, memory: mmap.mmap | bytearray, rank: int) -> None:
-        self._memory = memory
-        self._entered_at = rank * ROW_BYTES
-        self._left_at = self._entered_at + _ENTERED.size
+        self._times = memoryview(memory).cast("d")
+        self._numbers = memoryview(memory).cast("q")
+        self._entered_at = rank * _WORDS
+        self._left_at = self._entered_at + 2
         self._works = 0
 
     @classmethod
@@ -46,14 +44,19 @@ class RankRow:
         with Path(path).open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), 0), rank)
 
+    # Each word is written whole, which `struct.pack_into` does not do: it clears the place first. The time goes first:
+    # between the two a row says "not entered yet" or "not left yet", with a time that nobody needs.
+
     def enter(self) -> None:
         """The next work begins."""
         self._works += 1
-        _ENTERED.pack_into(self._memory, self._entered_at, time.monotonic(), self._works)
+        self._times[self._entered_at] = time.monotonic()
+        self._numbers[self._entered_at + 1] = self._works
 
     def leave(self) -> None:
         """The work is done, or has failed."""
-        _LEFT.pack_into(self._memory, self._left_at, time.monotonic(), self._works)
+        self._times[self._left_at] = time.monotonic()
+        self._numbers[self._left_at + 1] = self._works
 
 
 class Board:

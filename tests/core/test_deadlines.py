@@ -26,7 +26,9 @@ def test_a_fixed_deadline_holds_whatever_is_measured() -> None:
     assert deadline.seconds == 0.25
 
 
-@pytest.mark.parametrize("took_s, seconds", [(0.001, LEAST_S), (0.5, LEAST_S), (0.7, 7.0), (6.0, MOST_S), (9.0, MOST_S)])
+@pytest.mark.parametrize(
+    "took_s, seconds", [(0.001, LEAST_S), (0.5, LEAST_S), (0.7, 7.0), (6.0, MOST_S), (9.0, MOST_S)]
+)
 def test_ten_times_p99_within_limits_once_enough_is_known(took_s: float, seconds: float) -> None:
     deadline = Deadline()
     for step in range(ENOUGH - 1):

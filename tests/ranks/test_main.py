@@ -84,7 +84,9 @@ class Rank:
         )
         self.runner = Recorder()
         self.row = RankRow(bytearray(ROW_BYTES), 0)
-        self.loop = RankLoop(self.engine.rank_end(0), self.runner, self.row, is_output=is_output, tells_spans=tells_spans)
+        self.loop = RankLoop(
+            self.engine.rank_end(0), self.runner, self.row, is_output=is_output, tells_spans=tells_spans
+        )
         self.thread = threading.Thread(target=self.loop.run, daemon=True)  # a failed test must not hang the run
 
     async def start(self) -> "Rank":
