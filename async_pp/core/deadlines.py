@@ -207,8 +207,9 @@ class Backlog:
                 self._calls.pop(work.call, None)
         else:
             return Look(None, None)
+        soonest_s = now_s + min(deadline_s, LEAST_S)  # whatever becomes ready from now on is not late before that
         if work.ready_s is None:
-            return Look(None, now_s + min(deadline_s, LEAST_S))
+            return Look(None, soonest_s)
         if behind and work.step is not None:
             stage = behind[0] // self._ranks_per_stage
             late = [rank for rank in behind if rank // self._ranks_per_stage == stage]
@@ -223,4 +224,4 @@ class Backlog:
         if not ranks and not work.patient:
             ranks = sorted(late, key=lambda rank: rows[rank].entered >= number)
         overdue = Overdue(tuple(ranks), work.step, not behind, self._since_s) if ranks else None
-        return Look(overdue, now_s + LEAST_S)
+        return Look(overdue, soonest_s)

@@ -21,8 +21,9 @@ from async_pp.channel.zmq_engine import ZmqEngineChannel
 from async_pp.core.deadlines import Deadline, Overdue, Row, Work
 from async_pp.core.gather import Scope
 from async_pp.engine.failures import RUNNING, Failures, wrong_hello
-from async_pp.engine.watch import StartDeadlines, StartWatch, StepWatch
-from async_pp.errors import EngineClosed, EngineFailed, WireError, first_of
+from async_pp.engine.launch import StartDeadlines, launch
+from async_pp.engine.watch import StartWatch, StepWatch
+from async_pp.errors import EngineClosed, EngineFailed, StartupError, WireError
 from async_pp.ranks.board import Board
 from async_pp.ranks.main import Bootstrap
 from async_pp.ranks.runner import Attending
@@ -181,7 +182,9 @@ class RankExecutor:
         """
         try:
             await self._start()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StartupError):
+                self.lose(error)
             await self.close()
             raise
 
@@ -201,38 +204,17 @@ class RankExecutor:
         await self._channel.start()
         self._supervisor = Supervisor(on_death=self._rank_died)
         self._board = Board(self._runtime_dir / "board", self.layout.ranks)
-        hellos = [self._hellos.expect(rank) for rank in keys]
-        await self._spawn_all(self._supervisor, [self._spec(rank, key) for rank, key in keys.items()])
-        deadline_s = self._start_deadlines.hello_s
-        try:
-            async with asyncio.timeout(deadline_s):
-                for hello in hellos:
-                    await hello
-        except TimeoutError:
-            rank = next(iter(self._hellos))
-            error = self._failures.start(rank, f"has not said hello within {deadline_s:g} s")
-            self.lose(error)
-            raise error from None
+        await launch(
+            [self._spec(rank, key) for rank, key in keys.items()],
+            {rank: self._hellos.expect(rank) for rank in keys},
+            zygote=self._zygote,
+            supervisor=self._supervisor,
+            deadlines=self._start_deadlines,
+            failures=self._failures,
+        )
         self._on_phase("spawn", None, loop.time() - began)
         self._failures.phase = "load"
         self._start_watch.begin(self._start_deadlines.load_s)
-
-    async def _spawn_all(self, supervisor: Supervisor, specs: Sequence[RankSpec]) -> None:
-        deadline_s = self._start_deadlines.zygote_s
-        try:
-            async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as tasks:
-                for spec in specs:
-                    tasks.create_task(self._spawn(supervisor, spec))
-        except TimeoutError:
-            what = f"the process that forks the ranks has not done it within {deadline_s:g} s"
-            error = self._failures.start(None, what)
-            self.lose(error)
-            raise error from None
-        except ExceptionGroup as group:
-            raise first_of(group) from None
-
-    async def _spawn(self, supervisor: Supervisor, spec: RankSpec) -> None:
-        supervisor.watch(await self._zygote.spawn(spec))
 
     def _spec(self, rank: int, key: bytes) -> RankSpec:
         assert self._channel is not None

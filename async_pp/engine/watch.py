@@ -6,7 +6,6 @@ then, and not told every time: per step nothing happens here but a note of its t
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from async_pp.core.deadlines import LEAST_S, Backlog, Deadline, Overdue, Row, Work
 
@@ -99,23 +98,6 @@ class StepWatch:
         self._found = found
         if again_s is not None:
             self._look_in(max(0.0, again_s - now_s))
-
-
-@dataclass(frozen=True)
-class StartDeadlines:
-    """How long the parts of a start may take, in seconds.
-
-    Attributes:
-        zygote_s: until the process that forks the ranks has imported what they need and has forked them.
-        hello_s: until every rank has said hello, from then on.
-        load_s: without any sign of progress while the ranks load the model.
-        kv_cache_s: without any sign of progress while they make the KV cache and warm up.
-    """
-
-    zygote_s: float = 180.0
-    hello_s: float = 60.0
-    load_s: float = 600.0
-    kv_cache_s: float = 600.0
 
 
 class StartWatch:

@@ -11,6 +11,6 @@ from async_pp.ranks.spawn import Zygote
 @pytest.fixture
 async def zygote() -> AsyncIterator[Zygote]:
     made = Zygote()
-    await made.start(rank_environment(2), ["async_pp.ranks.main", "async_pp.ranks.sleeping_runner"])
+    await made.start(rank_environment(2), ["async_pp.ranks.main", "tests.ranks.failing"])
     yield made
     await made.close()

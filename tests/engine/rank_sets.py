@@ -1,5 +1,6 @@
 """Rank sets of real processes that sleep."""
 
+import asyncio
 from operator import methodcaller
 from typing import Any
 
@@ -18,6 +19,7 @@ class Set:
         self, zygote: Zygote, ranks: int = 2, runner: str = RUNNER, ranks_per_stage: int = 1, **settings: Any
     ) -> None:
         self.lost: list[EngineFailed] = []
+        self.over = asyncio.Event()
         self.phases: list[tuple[str, int | None]] = []
         self.on_span: OnSpan = ignore_span
         self.outputs: list[tuple[int, Any]] = []
@@ -31,17 +33,28 @@ class Set:
             zygote,
             epoch=0,
             on_phase=lambda name, rank, seconds: self.phases.append((name, rank)),
-            on_lost=self.lost.append,
+            on_lost=self._lost,
             on_span=lambda *span: self.on_span(*span),
             on_output=lambda rank, output: self.outputs.append((rank, output)),
             **settings,
         )
+
+    def _lost(self, error: EngineFailed) -> None:
+        self.lost.append(error)
+        self.over.set()
 
     async def start(self, stage: StageTime = StageTime()) -> RankExecutor:  # noqa: B008 - frozen
         await self.executor.start()
         await self.executor.call(methodcaller("start", str(self.executor.runtime_dir), stage))
         self.executor.started()
         return self.executor
+
+    async def ends(self, within_s: float = 1.0) -> EngineFailed:
+        """The error with which the epoch ends, within this time."""
+        async with asyncio.timeout(within_s):
+            await self.over.wait()
+        (error,) = self.lost
+        return error
 
     def pid(self, rank: int) -> int:
         assert self.executor._supervisor is not None

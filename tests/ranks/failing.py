@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,10 @@ def hangs() -> None:
     threading.Event().wait()
 
 
+def sleeps() -> None:
+    time.sleep(1.5)
+
+
 def prints_garbage() -> None:
     os.write(1, os.urandom(1 << 16))
     print("\0\x1b[31m", end="")
@@ -88,12 +93,12 @@ class FailingRunner(SleepingRunner):
 
     def execute(self, payload: Load) -> None:
         self._fault = payload
-        super().execute(payload)
         self._fail("execute")
+        super().execute(payload)
 
     def sample(self, payload: Any) -> Any:
         self._fail("sample")
-        if self._fault == Fault(1, 1, self._rank, "answer"):
+        if isinstance(self._fault, Fault) and (self._fault.rank, self._fault.place) == (self._rank, "answer"):
             return threading.Lock()
         return super().sample(payload)
 
@@ -108,3 +113,15 @@ class FailingRunner(SleepingRunner):
         fault = self._fault
         if isinstance(fault, Fault) and (fault.rank, fault.place) == (self._rank, place):
             fault.fails()
+
+
+@dataclass(frozen=True)
+class On:
+    """A call that does something on one rank and nothing on the others."""
+
+    rank: int
+    does: Callable[[], None]
+
+    def __call__(self, runner: SleepingRunner) -> None:
+        if runner._rank == self.rank:
+            self.does()
