@@ -27,6 +27,7 @@ class FakeEngine:
         self.slow_start = slow_start
         self.start_error = start_error
         self.entered = asyncio.Event()
+        self.started = asyncio.Event()
         self.closed = False
         self.finish = asyncio.Event()
         self.state = "serving"
@@ -37,12 +38,14 @@ class FakeEngine:
         self.token.set()
         self.flooded_bytes = 0
         self.left = 0
+        self.inside = 0
+        self._news = asyncio.Condition()
 
     async def __aenter__(self):
         self.entered.set()
         try:
             if self.slow_start:
-                await self.finish.wait()
+                await self.started.wait()
             if self.start_error is not None:
                 raise self.start_error
         except BaseException:
@@ -59,6 +62,25 @@ class FakeEngine:
 
     async def abort_all(self):
         self.aborted = True
+
+    async def waiting(self, number):
+        """Wait until so many requests wait for the end."""
+        async with self._news:
+            await self._news.wait_for(lambda: self.inside == number)
+
+    async def enters(self, number):
+        async with self._news:
+            self.inside += number
+            self._news.notify_all()
+
+    async def flooded(self):
+        """Wait until a flood stands still: nothing more of it goes out for as long as the loop takes ten turns."""
+        while True:
+            before = self.flooded_bytes
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if self.flooded_bytes == before > 0:
+                return
 
     async def generate(self):
         self.tokens += 1
@@ -85,16 +107,26 @@ def application(engine):
             await send({"type": "http.response.body", "body": b"data: first\n\n", "more_body": True})
             if path == "/stuck":
                 await asyncio.Event().wait()
-            while path == "/flood":
-                await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
-                engine.flooded_bytes += 65536
-                await asyncio.sleep(0)
+            if path == "/flood":
+                await flood(receive, send)
             await until_the_end(receive)
             text = f"data: {engine.dead_error or 'last'}\n\n".encode()
         await send({"type": "http.response.body", "body": text})
 
+    async def flood(receive, send):
+        await receive()
+        left = asyncio.ensure_future(receive())
+        try:
+            while not left.done():
+                await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+                engine.flooded_bytes += 65536
+                await asyncio.sleep(0)
+        finally:
+            left.cancel()
+
     async def until_the_end(receive):
         await receive()  # the request's body
+        await engine.enters(1)
         left = asyncio.ensure_future(receive())
         ends = [left, *(asyncio.ensure_future(event.wait()) for event in (engine.finish, engine.failed))]
         try:
@@ -103,6 +135,7 @@ def application(engine):
         finally:
             for end in ends:
                 end.cancel()
+            await engine.enters(-1)
 
     return app
 
