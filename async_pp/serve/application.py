@@ -67,6 +67,8 @@ def make_engine(args: Namespace, engine_args: AsyncEngineArgs, zygote: Zygote, o
         engine_args,
         UsageContext.OPENAI_API_SERVER,  # vLLM's defaults for step sizes depend on it
         policy=args.policy,
+        on_rank_loss=args.on_rank_loss,
+        restarts=args.max_restarts,
         zygote=zygote,
         on_phase=on_phase,
     )
@@ -100,7 +102,7 @@ def make_service(args: Namespace, engine: AsyncPPEngine, preflight: Preflight, s
         wait_for_restart=args.on_rank_loss == "replay",
         most_open=lambda: _limit(engine),
         keys=keys,
-        oldest=lambda: None if engine.oldest_step is None else (engine.losses, engine.oldest_step),
+        oldest=lambda: engine.oldest_step,
         stall_s=stall_s(args.step_deadline),
         token=lambda: functools.partial(_one_token, engine) if "generate" in tasks else None,
     )

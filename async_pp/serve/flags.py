@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from async_pp.core.policy import PolicyName
+from async_pp.core.recovery import ON_LOSS, Intensity
 from async_pp.errors import ConfigError
 from async_pp.serve.catalogue import Catalogue, Flag
 
@@ -33,7 +34,6 @@ CHANGED_DEFAULTS: dict[str, str | None] = {
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
-ON_RANK_LOSS = ("replay", "fail", "exit")
 DRAIN_S = 30.0
 RESTARTS = "3-in-300"
 
@@ -75,7 +75,7 @@ def add_group(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--on-rank-loss",
-        choices=ON_RANK_LOSS,
+        choices=ON_LOSS,
         default="replay",
         help="When a rank dies, hangs or raises: replay starts the ranks anew and lets every request go on from the "
         "tokens it has, fail starts them anew and ends the open requests with an error, exit ends the server with exit "
@@ -115,8 +115,8 @@ def _some_seconds(text: str) -> float:
     return value
 
 
-def restarts(text: str) -> tuple[int, float]:
-    """Number and seconds of "N-in-SECONDS".
+def restarts(text: str) -> Intensity:
+    """The limit that "N-in-SECONDS" means.
 
     Raises:
         ArgumentTypeError: it is not of that form, or the time is zero.
@@ -124,7 +124,7 @@ def restarts(text: str) -> tuple[int, float]:
     found = _RESTARTS.fullmatch(text)
     if found is None or not float(found[2]):
         raise ArgumentTypeError(f"must be like {RESTARTS}: a number of restarts and a number of seconds, not {text!r}")
-    return int(found[1]), float(found[2])
+    return Intensity(int(found[1]), float(found[2]))
 
 
 def drain_s(given: Mapping[str, Any]) -> float:

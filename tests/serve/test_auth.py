@@ -35,7 +35,8 @@ async def test_a_key_opens(key):
 
 
 @pytest.mark.parametrize(
-    "key", [b"", b"one", b"Bearer", b"Bearer ", b"Bearer three", b"Bearer one ", b"Basic one", b"Bearer \xff", b"Bearer  one"]
+    "key",
+    [b"", b"one", b"Bearer", b"Bearer ", b"Bearer three", b"Bearer one ", b"Basic one", b"Bearer \xff", b"Bearer  one"],
 )
 async def test_anything_else_does_not(key):
     reached, sent = await asked(bearer(key))
@@ -53,7 +54,9 @@ async def test_probes_are_open_to_readers(path):
     assert not (await asked(path="/" + path))[0]
 
 
-@pytest.mark.parametrize("path", ["/", "/metrics", "/ping", "/invocations", "/docs", "/openapi.json", "/nothing", "//livez"])
+@pytest.mark.parametrize(
+    "path", ["/", "/metrics", "/ping", "/invocations", "/docs", "/openapi.json", "/nothing", "//livez"]
+)
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
 async def test_every_other_path_and_method_is_guarded(path, method):
     assert not (await asked(path=path, method=method))[0]

@@ -58,7 +58,14 @@ async def test_a_step_that_does_not_end_is_no_life():
     now, oldest = [0.0], [None]
     stall = Stall(lambda: oldest[0], lambda: now[0])
     states = Vitals(lambda: "serving", lambda: "", stall.seconds, stall_s=stall_s(None))
-    for at, step, status in [(0, None, 200), (1000, 1, 200), (1119, 1, 200), (1121, 1, 503), (1122, 2, 200), (9999, None, 200)]:
+    for at, step, status in [
+        (0, None, 200),
+        (1000, 1, 200),
+        (1119, 1, 200),
+        (1121, 1, 503),
+        (1122, 2, 200),
+        (9999, None, 200),
+    ]:
         now[0], oldest[0] = at, step
         assert (await ask(states, "/livez"))[0] == status, at
     assert stall_s(5.0) == stall_s(None) < stall_s(300.0) == 600.0
