@@ -137,7 +137,7 @@ def test_a_stream_outlives_a_rank(server, client):
         server.ranks()[1].kill()
         with server.client() as probe:
             while probe.get("/readyz").status_code == 200:
-                next(stream)
+                pass
             assert probe.get("/livez").status_code == probe.get("/startupz").status_code == 200
             answer = client.post(COMPLETIONS, json=SHORT)  # admitted, and waits
             assert answer.status_code == 200

@@ -21,7 +21,7 @@ MESSAGE = {
     "messages": [{"role": "user", "content": "hi"}],
     "max_tokens": 3000,
     "stream": True,
-    "vllm_xargs": {},
+    "temperature": 0,
 }
 shared = pytest.mark.leaks("one server for the tests of this module")
 
