@@ -51,10 +51,10 @@ class Stall:
 
     def seconds(self) -> float:
         """Since it was first seen; 0 with nothing in flight. Never more than the truth."""
-        oldest = self._oldest()
+        oldest, now_s = self._oldest(), self._clock()
         if oldest is None or oldest != self._seen:
-            self._seen, self._since_s = oldest, self._clock()
-        return 0.0 if oldest is None else self._clock() - self._since_s
+            self._seen, self._since_s = oldest, now_s
+        return now_s - self._since_s
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,17 @@ async def test_failure_ends_streams_with_the_error_and_refuses_with_503():
     assert "rank 1, epoch 0, step 7" in server.err.getvalue()
 
 
+async def test_a_step_that_never_ends_is_no_life():
+    engine = FakeEngine()
+    async with Running(engine, stall_s=0.0) as server, server.client() as client:
+        assert await probes(client) == [200, 200, 200]
+        engine.step = (0, 7)
+        assert await probes(client) == [200, 200, 200]
+        assert await probes(client) == [503, 200, 200]
+        engine.step = (1, 0)
+        assert await probes(client) == [200, 200, 200]
+
+
 async def test_a_rank_that_dies_during_start():
     engine = FakeEngine(start_error=START_ERRORS["rank"])
     async with Running(engine) as server:
