@@ -249,6 +249,14 @@ class AsyncPPEngine(AsyncLLM):
         return "serving" if self.engine_core.running else "restarting"
 
     @property
+    def oldest_step(self) -> tuple[int, int] | None:
+        """Epoch and number of the oldest step in flight, or None when none is."""
+        if self._epoch is None or self.state != "serving":
+            return None
+        step = self._epoch.stepping.oldest_step
+        return None if step is None else (self._epoch.number, step)
+
+    @property
     def losses(self) -> int:
         """Rank sets that were lost so far, those included that did not come up in a restart."""
         return self._recovery.count
