@@ -69,6 +69,7 @@ def make_engine(args: Namespace, engine_args: AsyncEngineArgs, zygote: Zygote, o
         policy=args.policy,
         on_rank_loss=args.on_rank_loss,
         restarts=args.max_restarts,
+        step_deadline_s=args.step_deadline,
         zygote=zygote,
         on_phase=on_phase,
     )
