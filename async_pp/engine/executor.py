@@ -313,8 +313,8 @@ class RankExecutor:
         """
         channel = self._open_channel()
         number = next(self._numbers)
-        futures = [self._calls.expect((number, rank)) for rank in range(self.layout.ranks)]
         payload = Payload.dump(function)
+        futures = [self._calls.expect((number, rank)) for rank in range(self.layout.ranks)]
         try:
             self._send_all(channel, Call(call=number), payload)
             self._watch.call(number, patient=True)
