@@ -120,7 +120,7 @@ class RankExecutor:
         self.layout = layout
         self.epoch = epoch
         self.cause: Exception | None = None
-        self.rejected_frames = 0
+        self.rejected_frames = 0  # refused on the socket, whoever sent them
         self._zygote = zygote
         self._on_phase = on_phase
         self._on_lost = on_lost
@@ -347,8 +347,8 @@ class RankExecutor:
     def _receive(self, rank: int, envelope: Envelope) -> None:
         try:
             self._take(rank, envelope)
-        except WireError as error:
-            self.lose(RankError(f"rank {rank} sent what cannot be read: {error}", rank=rank, epoch=self.epoch))
+        except Exception as error:  # noqa: BLE001 - whatever it is, what the rank said is lost
+            self._unreadable(rank, error)
 
     def _take(self, rank: int, envelope: Envelope) -> None:
         match envelope.message:
@@ -396,7 +396,24 @@ class RankExecutor:
         return RankError(message, traceback=text, rank=rank, epoch=self.epoch, step=step)
 
     def _reject(self, rank: int | None, error: WireError) -> None:
+        """A frame was refused. A rank's own is one that it sent and that will not come: nothing else tells of it.
+
+        A frame of somebody who is no rank is counted and changes nothing, however many come.
+        """
         self.rejected_frames += 1
+        if rank is not None:
+            self._unreadable(rank, error)
+
+    def _unreadable(self, rank: int, error: Exception) -> None:
+        said = str(error) if isinstance(error, WireError) else repr(error)
+        message = f"rank {rank} sent what cannot be read: {said}"
+        failure = (
+            RankError(message, rank=rank, epoch=self.epoch)
+            if self._phase == "running"
+            else StartupError(message, phase=self._phase, rank=rank, epoch=self.epoch)
+        )
+        failure.__cause__ = error
+        self.lose(failure)
 
     def _rank_died(self, rank: int, status: str) -> None:
         if self._phase == "running":
