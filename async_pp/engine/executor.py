@@ -8,8 +8,6 @@ ends with the same error. Cancelling whoever awaits a future never cancels the s
 import asyncio
 import itertools
 import secrets
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from async_pp.channel.pending import Pending
 from async_pp.channel.zmq_engine import ZmqEngineChannel
 from async_pp.core.gather import Scope
 from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, StartupError, WireError
+from async_pp.ranks.folder import RuntimeFolder, sweep
 from async_pp.ranks.main import Bootstrap
 from async_pp.ranks.runner import Attending
 from async_pp.ranks.spawn import RankSpec, Zygote
@@ -43,8 +42,6 @@ from async_pp.wire.messages import (
 )
 
 CLOSE_DEADLINE_S = 5.0
-
-SHARED_MEMORY = Path("/dev/shm")
 
 OnPhase = Callable[[str, int | None, float], None]
 """Start-up progress: phase, rank (None: all of them), seconds it took."""
@@ -131,7 +128,7 @@ class RankExecutor:
         self._attends: dict[int, int] = {}  # calls for the connectors, and how many ranks have not answered
         self._hellos: Pending[int, int] = Pending()
         self._numbers = itertools.count()
-        self._runtime_dir: Path | None = None
+        self._folder: RuntimeFolder | None = None
         self._channel: ZmqEngineChannel | None = None
         self._supervisor: Supervisor | None = None
         self._phase = "spawn"
@@ -139,9 +136,9 @@ class RankExecutor:
     @property
     def runtime_dir(self) -> Path:
         """Private folder (mode 0700) of this epoch: socket and rendezvous files."""
-        if self._runtime_dir is None:
+        if self._folder is None:
             raise EngineClosed("the rank set has not been started")
-        return self._runtime_dir
+        return self._folder.path
 
     async def start(self) -> None:
         """Spawn the ranks and wait until each has said hello. On any failure nothing is left behind.
@@ -158,10 +155,12 @@ class RankExecutor:
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._runtime_dir = Path(tempfile.mkdtemp(prefix="async_pp-"))
+        if self.epoch == 0:
+            await asyncio.to_thread(sweep)
+        await self._make_folder()
         keys = {rank: secrets.token_bytes(32) for rank in range(self.layout.ranks)}
         self._channel = ZmqEngineChannel(
-            self._runtime_dir,
+            self.runtime_dir,
             keys,
             epoch=self.epoch,
             limits=Limits(),
@@ -178,6 +177,13 @@ class RankExecutor:
             await hello
         self._on_phase("spawn", None, loop.time() - began)
         self._phase = "load"
+
+    async def _make_folder(self) -> None:
+        made = False
+        while not made:
+            self._folder = RuntimeFolder.named()
+            await self._zygote.keep(self._folder.path)
+            made = self._folder.make()
 
     async def _spawn(self, supervisor: Supervisor, spec: RankSpec) -> None:
         supervisor.watch(await self._zygote.spawn(spec))
@@ -214,15 +220,16 @@ class RankExecutor:
     def started(self) -> None:
         """Start-up is over: from here on a dead rank is a `RankLost`, not a `StartupError`."""
         self._phase = "running"
-        self._unlink_shared_memory()
+        if self._folder is not None:
+            self._folder.unlink_shared_memory()
 
     def forget_names(self) -> None:
         """Remove the folder while the ranks go on: sockets, pipes and process groups are open and need no name.
 
         For an owner that may be killed without a chance to close.
         """
-        self._unlink_shared_memory()
-        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
 
     def execute(
         self, step: int, work: Any, *, grammar: Any, sample: SampleMode, scope: Scope
@@ -323,14 +330,8 @@ class RankExecutor:
     def _dispose(self) -> None:
         if self._channel is not None:
             self._channel.close()
-        if self._runtime_dir is not None:
-            self._unlink_shared_memory()
-            shutil.rmtree(self._runtime_dir, ignore_errors=True)
-
-    def _unlink_shared_memory(self) -> None:
-        """Take the names away: once every rank has mapped it the memory lives without, and no death can leave it."""
-        for path in SHARED_MEMORY.glob(f"{self.runtime_dir.name}-*"):
-            path.unlink(missing_ok=True)
+        if self._folder is not None:
+            self._folder.remove()
 
     def _send_all(self, channel: ZmqEngineChannel, message: ToRank, payload: Payload) -> None:
         """Send to every rank. One that is not there any more is left out: its end is about to be told."""

@@ -45,7 +45,7 @@ async def test_20_000_hostile_frames_on_the_socket_none_accepted_and_the_channel
         with zmq.Context() as context, context.socket(zmq.DEALER) as rogue:
             rogue.setsockopt(zmq.SNDHWM, 0)
             rogue.setsockopt(zmq.LINGER, -1)
-            rogue.setsockopt(zmq.IDENTITY, identity(0, 1))
+            rogue.setsockopt(zmq.IDENTITY, identity(KEYS[1], 0, 1))
             rogue.connect(harness.engine.endpoint)
             good = frame_of(1, key=bytes(32))
             sent = 0
@@ -92,7 +92,7 @@ async def test_a_successor_receives_nothing_of_its_predecessor_and_its_frames_ar
     await second.engine.start()
     await second.start_rank(0)
     with zmq.Context() as context, context.socket(zmq.DEALER) as ghost:
-        ghost.setsockopt(zmq.IDENTITY, identity(1, 1))
+        ghost.setsockopt(zmq.IDENTITY, identity(KEYS[1], 1, 1))
         ghost.connect(second.engine.endpoint)
         ghost.send_multipart(frame_of(1, epoch=0))  # rightly sealed, in a former life
         while not second.rejected:  # noqa: ASYNC110 - as above
