@@ -16,7 +16,7 @@ from async_pp.wire.frames import Direction, Sealer
 from async_pp.wire.limits import Limits
 from async_pp.wire.messages import Call, CallReply, Close, Hello, StepReply
 from tests.channel.conftest import KEYS, Harness
-from tests.wire.test_frames import MUTATIONS, flat
+from tests.security.mutations import flat, mutate
 
 
 def frame_of(rank: int, epoch: int = 0, key: bytes | None = None) -> list[bytes]:
@@ -50,7 +50,7 @@ async def test_20_000_hostile_frames_on_the_socket_none_accepted_and_the_channel
             good = frame_of(1, key=bytes(32))
             sent = 0
             while sent < count:
-                hostile = rng.choice(MUTATIONS)(rng, good) or [b""]
+                hostile = mutate(rng, good) or [b""]
                 rogue.send_multipart(hostile)
                 sent += 1
 
