@@ -228,3 +228,6 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking down what was imported, object by object, would take seconds
