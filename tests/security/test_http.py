@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from tests.security import http_fuzz
@@ -27,12 +28,12 @@ def server() -> Iterator[Server]:
 
 
 @pytest.mark.leaks("one server for the tests of this module")
-@pytest.mark.parametrize("examples", [2, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("examples", [1, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_bad_requests_are_refused_and_the_server_serves_on(server: Server, examples: int) -> None:
     told = Told()
     before = _completion(server)
     routes = http_fuzz.routes(server.url)
-    http_fuzz.raw(server.url, routes, 20 * examples, 1, told)
+    http_fuzz.raw(server.url, routes, 40 * examples, 1, told)
     http_fuzz.generated(server.url, examples, 1, told)
     assert told.statuses.total() > 40
     assert told.statuses[400] > told.statuses[200]
@@ -54,6 +55,21 @@ def test_a_header_that_is_too_large_is_refused(server: Server) -> None:
         else:
             assert 400 <= answer.status_code < 500
         assert client.get("/health").status_code == 200
+
+
+@pytest.mark.leaks("one server for the tests of this module")
+def test_nothing_listens_but_what_was_asked_for(server: Server) -> None:
+    """And gloo, which has no other way between processes: on the loopback interface, once per rank."""
+    main = psutil.Process(server.process.pid)
+    listening = {
+        process.pid: [each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+        for process in (main, *main.children(recursive=True))
+    }
+    assert [(address.ip, address.port) for address in listening.pop(main.pid)] == [("127.0.0.1", server.port)]
+    ranks = [rank.pid for rank in server.ranks()]
+    assert all(address.ip == "127.0.0.1" for pid in ranks for address in listening[pid])
+    assert all(len(listening.pop(pid)) <= 1 for pid in ranks)
+    assert not any(listening.values())
 
 
 def _is_known(route: str, answer: str, sent: str) -> bool:
