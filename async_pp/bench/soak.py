@@ -1,7 +1,7 @@
 """`bench soak`: engines started and stopped, and requests served, in one process: what it holds must not grow.
 
 After each stop, and at even distances between the requests, the process is looked at: descriptors, threads, tasks,
-children, what lies in /dev/shm and in the folder for temporary files, resident memory. The counts must be the same at
+children, names in /dev/shm that no process uses, temporary files, resident memory. The counts must be the same at
 the end as after the first start and stop, which warms up what libraries make once and keep. Memory may go up and down;
 it must not go up all the time: see `grows`.
 """
@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from async_pp.models import resolve_model
 RSS_SLACK_MIB = 64.0
 """Growth between the quarters that is no leak: what allocators and caches keep."""
 
+SHARED_MEMORY = Path("/dev/shm")
+
 IN_FLIGHT = 16
 TOKENS_OUT = 8
 LOOKS = 10
@@ -37,14 +40,14 @@ LOOKS = 10
 
 def add_command(commands: Any) -> None:
     """Add the parser of `soak`."""
-    soak = commands.add_parser(
+    command = commands.add_parser(
         "soak",
         help="engines started and stopped, requests served, in one process: nothing may grow",
         description="Start and stop an engine many times in one process, then serve many requests with one, and look "
         "at what the process holds. Exit code 3 when anything grows.",
     )
-    soak.set_defaults(run=run)
-    add = soak.add_argument
+    command.set_defaults(run=run)
+    add = command.add_argument
     add("--model", default="tiny", help="default, tiny, or the folder of a model (default: tiny)")
     add("--pp", type=int, default=2, help="pipeline size (default: 2)")
     add("--starts", type=int, default=200, help="starts and stops (default: 200)")
@@ -63,8 +66,8 @@ def run(args: Namespace, tell: Callable[[str], None]) -> str:
     if importlib.util.find_spec("psutil") is None:
         raise ConfigError("psutil is not installed: pip install 'async_pp[bench]'")
     model = resolve_model(args.model)
-    with measuring():
-        looks = run_coroutine(_soak(str(model), args.pp, args.starts, args.requests, tell))
+    with measuring(), own_folder() as folder:
+        looks = run_coroutine(soak(str(model), args.pp, args.starts, args.requests, folder, tell))
     if grown := [text for text in (grows(looks[0]), grows(looks[1])) if text]:
         raise BenchFailed(f"{'; '.join(grown)}\n{table(*looks)}")
     return table(*looks)
@@ -72,7 +75,7 @@ def run(args: Namespace, tell: Callable[[str], None]) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """What the process holds at one moment. `files` are those of this package in /dev/shm and for temporary files."""
+    """What the process holds at one moment. `files` are temporary ones, and in /dev/shm those that nobody uses."""
 
     descriptors: int
     threads: int
@@ -82,8 +85,8 @@ class Held:
     rss_mib: float
 
     @classmethod
-    def now(cls) -> "Held":
-        """Look. Called on the loop, after a collection."""
+    def now(cls, folder: Path, since_s: float) -> "Held":
+        """Look. Called on the loop; collects garbage first."""
         import psutil  # an extra, which `run` has looked for
 
         gc.collect()
@@ -93,9 +96,47 @@ class Held:
             threading.active_count(),
             len(asyncio.all_tasks()),
             len(process.children(recursive=True)),
-            len(os.listdir("/dev/shm")) + len(list(Path(tempfile.gettempdir()).glob("async_pp-*"))),  # noqa: PTH208
+            len(list(folder.iterdir())) + _orphans(since_s),
             process.memory_info().rss / 2**20,
         )
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A folder for temporary files that nobody else uses."""
+    before, tempdir = os.environ.get("TMPDIR"), tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="async_pp-bench-", ignore_cleanup_errors=True) as name:
+        os.environ["TMPDIR"] = tempfile.tempdir = name
+        try:
+            yield Path(name)
+        finally:
+            tempfile.tempdir = tempdir
+            if before is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = before
+
+
+def _orphans(since_s: float) -> int:
+    """Names of this user in shared memory, younger than `since_s`, that no process has mapped: what was left behind."""
+    import psutil
+
+    made = {str(path) for path in SHARED_MEMORY.iterdir() if _is_ours(path, since_s)}
+    for process in psutil.process_iter() if made else ():
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text("utf-8", "replace")
+        except OSError:  # it has ended, or is another user's
+            continue
+        made = {name for name in made if name not in maps}
+    return len(made)
+
+
+def _is_ours(path: Path, since_s: float) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:  # taken away meanwhile
+        return False
+    return status.st_uid == os.geteuid() and status.st_ctime > since_s
 
 
 def grows(looks: Sequence[Held]) -> str | None:
@@ -138,27 +179,39 @@ def _some(count: int) -> list[int]:
     return sorted({round(step * (count - 1) / LOOKS) for step in range(LOOKS + 1)})
 
 
-async def _soak(
-    model: str, stages: int, starts: int, requests: int, tell: Callable[[str], None]
+async def soak(
+    model: str, stages: int, starts: int, requests: int, folder: Path, tell: Callable[[str], None]
 ) -> tuple[list[Held], list[Held]]:
+    """Start and stop, then serve. Returns what was held after each stop, and while requests were served.
+
+    Args:
+        model: its folder.
+        stages, starts, requests: how many.
+        folder: for temporary files: `own_folder`.
+        tell: told of the progress.
+
+    Raises:
+        BenchFailed: a request was not answered in full.
+    """
+    since_s = time.time()
     after_stops: list[Held] = []
     began = time.monotonic()
     for number in range(starts):
         async with _engine(model, stages) as engine:
             await _serve(engine, f"start-{number}", IN_FLIGHT)
-        after_stops.append(Held.now())
+        after_stops.append(Held.now(folder, since_s))
         if number in _some(starts):
             tell(f"start {number + 1} of {starts}, {(time.monotonic() - began) / (number + 1):.1f} s each")
     served: list[Held] = []
     if requests:
         async with _engine(model, stages) as engine:
             await _serve(engine, "warm", IN_FLIGHT)
-            served.append(Held.now())
+            served.append(Held.now(folder, since_s))
             for portion in range(LOOKS):
                 await _serve(
                     engine, f"portion-{portion}", requests * (portion + 1) // LOOKS - requests * portion // LOOKS
                 )
-                served.append(Held.now())
+                served.append(Held.now(folder, since_s))
                 tell(f"{requests * (portion + 1) // LOOKS} of {requests} requests")
     return after_stops, served
 

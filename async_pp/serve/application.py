@@ -22,6 +22,7 @@ from async_pp.engine.client import AsyncPPEngine
 from async_pp.errors import ConfigError
 from async_pp.serve import defaults, support
 from async_pp.serve.display import Display, curl_line
+from async_pp.serve.headers import BoundedHeaders
 from async_pp.serve.http import Application
 from async_pp.serve.lifecycle import Service
 from async_pp.serve.preflight import Preflight
@@ -118,6 +119,7 @@ def _http_config(args: Namespace, application: Application) -> uvicorn.Config:
     }
     return uvicorn.Config(
         application,
+        http=BoundedHeaders,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,

@@ -52,7 +52,8 @@ def test_bad_input(argv, capsys):
 @pytest.mark.timeout(240)
 def test_three_starts_leave_nothing():
     model = str(soak.resolve_model("tiny"))
-    starts, requests = asyncio.run(soak._soak(model, 2, 2, 48, lambda text: None))
+    with soak.own_folder() as folder:
+        starts, requests = asyncio.run(soak.soak(model, 2, 2, 48, folder, lambda text: None))
     assert (len(starts), len(requests)) == (2, soak.LOOKS + 1)
     assert grows(starts) is None
     assert grows(requests) is None
