@@ -19,7 +19,7 @@ from async_pp.channel.zmq_engine import ZmqEngineChannel
 from async_pp.core.deadlines import Deadline, Overdue, Row, Work
 from async_pp.core.gather import Scope
 from async_pp.engine.failures import RUNNING, Failures, wrong_hello
-from async_pp.engine.launch import StartDeadlines, launch
+from async_pp.engine.launch import StartDeadlines, launch, within
 from async_pp.engine.watch import StartWatch, StepWatch
 from async_pp.errors import EngineClosed, EngineFailed, StartupError, WireError
 from async_pp.ranks.board import Board
@@ -219,7 +219,8 @@ class RankExecutor:
         made = False
         while not made:
             self._folder = RuntimeFolder.named()
-            await self._zygote.keep(self._folder.path)
+            async with within(self._start_deadlines.zygote_s, self._failures):
+                await self._zygote.keep(self._folder.path)
             made = self._folder.make()
 
     def _spec(self, rank: int, key: bytes) -> RankSpec:

@@ -1,7 +1,8 @@
 """Launching ranks: each is forked and says hello, or the start ends with an error that names who did not."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from async_pp.engine.failures import Failures
@@ -42,12 +43,9 @@ async def launch(
         StartupError: the zygote has ended, or something took longer than it may; or what the hellos end with.
     """
     try:
-        async with asyncio.timeout(deadlines.zygote_s), asyncio.TaskGroup() as tasks:
+        async with within(deadlines.zygote_s, failures), asyncio.TaskGroup() as tasks:
             for spec in specs:
                 tasks.create_task(_spawn(spec, zygote, supervisor))
-    except TimeoutError:
-        what = f"the process that forks the ranks has not done it within {deadlines.zygote_s:g} s"
-        raise failures.start(None, what) from None
     except ExceptionGroup as group:
         raise first_of(group) from None
     try:
@@ -56,6 +54,21 @@ async def launch(
                 await hello
     except TimeoutError:
         raise _silent(hellos, deadlines.hello_s, failures) from None
+
+
+@asynccontextmanager
+async def within(zygote_s: float, failures: Failures) -> AsyncIterator[None]:
+    """What the zygote is asked for has this time.
+
+    Raises:
+        StartupError: it took longer.
+    """
+    try:
+        async with asyncio.timeout(zygote_s):
+            yield
+    except TimeoutError:
+        what = f"the process that forks the ranks has not done what it was asked for within {zygote_s:g} s"
+        raise failures.start(None, what) from None
 
 
 async def _spawn(spec: RankSpec, zygote: Zygote, supervisor: Supervisor) -> None:

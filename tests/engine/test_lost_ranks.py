@@ -321,7 +321,7 @@ async def test_a_zygote_that_does_not_fork_in_time_ends_the_start() -> None:
     made = Set(zygote, start_deadlines=StartDeadlines(zygote_s=0.2))
     with pytest.raises(StartupError, match=r"within 0.2 s during start-up \(spawn\)"):
         await made.executor.start()
-    assert not made.executor._runtime_dir.exists()  # type: ignore[union-attr]
+    assert not made.executor.runtime_dir.exists()
     await zygote.close()
 
 
