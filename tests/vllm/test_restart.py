@@ -224,8 +224,8 @@ async def test_a_rank_that_dies_while_it_is_restarted_costs_one_more_restart(pha
     left = [1]
 
     def gate(reached: str, rank: int | None, seconds: float) -> None:
-        if reached == phase and rank == 0 and running._epoch.number == 1 and left.pop():
-            kill(running, 0)
+        if reached == phase and rank == 0 and starting._epoch.number == 1 and left.pop():
+            kill(starting, 0)
 
     starting = engine(options={"on_phase": gate}, **PP2)
     count = Tokens(starting)
