@@ -332,7 +332,10 @@ class Balanced:
             size = (view.decodes + count) / split.cohorts
             level_s = (1 + PROMPT_SHARE) * line.of(Size(size, size, size * average))
             room_s = max(line.step, level_s - line.of(Size(decodes, decodes, decodes * average)))
-            budget_s = min(room_s, max(pending_s / self.stages, LEAST_PIECE * line.sequence))
+            fewer = view.decodes / split.cohorts - decodes  # than the average step has
+            share_s = max(pending_s / self.stages, LEAST_PIECE * line.sequence)
+            even_s = share_s + fewer * (line.sequence + line.token + line.pair * average)
+            budget_s = min(room_s, max(share_s / 2, even_s))
         else:
             self._wave_s = max(self._wave_s, pending_s)
             portions = self._portions(line, self._wave_s - line.sequence, count)
@@ -345,6 +348,8 @@ class Balanced:
             if whole_s <= NEARLY * budget_s:
                 tokens += prompt.remaining
                 ending -= 1
+            elif tokens and whole_s <= LEAST_PIECE * line.sequence:
+                break
             else:
                 chunk = line.chunk(max(0.0, budget_s - line.sequence), prompt.history)
                 tokens += math.ceil(min(prompt.remaining, chunk))
