@@ -14,8 +14,9 @@ Cohorts heal: a step takes at most b decodes, so a split such as 2 + 30 is 16 + 
 flight a decode that is ready waits for those it shall travel with. Cohorts are equal in *time*: a step is full when the
 predicted time of its decodes, whose attention grows with their context, has reached that of b average ones.
 
-Prompts are taken in chunks of equal time. While decodes run, a step's chunk may take as long as its cohort of decodes,
-so that no round is more than twice as long as without prompts. With no decodes, W seconds of prompts (per stage) are
+Prompts are taken in chunks that make steps of equal time. While decodes run, what waits is spread over a round; a step
+that has fewer decodes than the average one takes as much more, one that has more takes less, and none is more than half
+as long again as without prompts. With no decodes, W seconds of prompts (per stage) are
 spread over n steps, which end after (n + P - 1)·(α + β + W/n): shortest for n = sqrt((P - 1)·W/(α + β)), that is
 chunks of sqrt(W·(α + β)/(P - 1)) seconds.
 """
