@@ -14,8 +14,9 @@ Cohorts heal: a step takes at most b decodes, so a split such as 2 + 30 is 16 + 
 flight a decode that is ready waits for those it shall travel with. Cohorts are equal in *time*: a step is full when the
 predicted time of its decodes, whose attention grows with their context, has reached that of b average ones.
 
-Prompts are taken in chunks of equal time. While decodes run, a step's chunk may take as long as its cohort of decodes,
-so that no round is more than twice as long as without prompts. With no decodes, W seconds of prompts (per stage) are
+Prompts are taken in chunks that make steps of equal time. While decodes run, what waits is spread over a round; a step
+that has fewer decodes than the average one takes as much more, one that has more takes less, and none is more than half
+as long again as without prompts. With no decodes, W seconds of prompts (per stage) are
 spread over n steps, which end after (n + P - 1)·(α + β + W/n): shortest for n = sqrt((P - 1)·W/(α + β)), that is
 chunks of sqrt(W·(α + β)/(P - 1)) seconds.
 """
@@ -332,7 +333,10 @@ class Balanced:
             size = (view.decodes + count) / split.cohorts
             level_s = (1 + PROMPT_SHARE) * line.of(Size(size, size, size * average))
             room_s = max(line.step, level_s - line.of(Size(decodes, decodes, decodes * average)))
-            budget_s = min(room_s, max(pending_s / self.stages, LEAST_PIECE * line.sequence))
+            fewer = view.decodes / split.cohorts - decodes  # than the average step has
+            share_s = max(pending_s / self.stages, LEAST_PIECE * line.sequence)
+            even_s = share_s + fewer * (line.sequence + line.token + line.pair * average)
+            budget_s = min(room_s, max(share_s / 2, even_s))
         else:
             self._wave_s = max(self._wave_s, pending_s)
             portions = self._portions(line, self._wave_s - line.sequence, count)
@@ -345,6 +349,8 @@ class Balanced:
             if whole_s <= NEARLY * budget_s:
                 tokens += prompt.remaining
                 ending -= 1
+            elif tokens and whole_s <= LEAST_PIECE * line.sequence:
+                break
             else:
                 chunk = line.chunk(max(0.0, budget_s - line.sequence), prompt.history)
                 tokens += math.ceil(min(prompt.remaining, chunk))

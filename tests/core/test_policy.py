@@ -172,6 +172,25 @@ def test_prompts_fill_a_step_up_to_the_level_of_the_decodes() -> None:
     assert alone > 2 * beside, "a step without decodes has room for theirs"
 
 
+def test_a_step_with_fewer_decodes_takes_more_of_the_prompts() -> None:
+    """Namely what its missing decodes would have taken."""
+
+    def tokens(ready: int) -> int:
+        view = View(28, [100] * ready, context=2800, prompts=[Prompt(0, 200)], flying=7)
+        return taught().limits(view).prompt_tokens
+
+    assert [tokens(ready) - tokens(4) for ready in (3, 2)] == pytest.approx([11, 22], abs=1)
+
+
+def test_a_short_prompt_is_not_cut_to_fill_a_step_up() -> None:
+    def tokens(*prompts: int) -> int:
+        view = View(32, [100] * 4, context=3200, prompts=[Prompt(0, tokens) for tokens in prompts], flying=7)
+        return taught().limits(view).prompt_tokens
+
+    assert tokens(16, 16) == 16
+    assert tokens(16, 400) > 16, "a long one is cut in any case"
+
+
 def test_a_prompt_that_is_nearly_through_is_not_cut() -> None:
     policy = taught()
     tokens = policy.limits(View(32, [100] * 4, context=3200, prompts=[Prompt(0, 36)], flying=7)).prompt_tokens

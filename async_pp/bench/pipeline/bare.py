@@ -8,14 +8,15 @@ from contextlib import asynccontextmanager
 from operator import methodcaller
 
 from async_pp.bench import BenchFailed
-from async_pp.bench.pipeline.cohorts import Cohort, divide
-from async_pp.bench.pipeline.loads import WARM_UP, Load, Section
+from async_pp.bench.cohorts import Cohort
+from async_pp.bench.pipeline.loads import WARM_UP, Load, Section, cohorts_of
 from async_pp.bench.pipeline.measured import Answered, Measured
 from async_pp.bench.pipeline.settings import Settings, Tell
 from async_pp.core.gather import Scope
 from async_pp.engine.executor import RankExecutor, RankLayout
 from async_pp.errors import EngineFailed, first_of
 from async_pp.ranks.environment import rank_environment
+from async_pp.ranks.sleeping_runner import Load as Work
 from async_pp.ranks.sleeping_runner import StageTime
 from async_pp.ranks.spawn import Zygote
 
@@ -66,7 +67,7 @@ class BarePipe:
         return Measured([await self._section(section) for section in load.sections])
 
     async def _section(self, section: Section) -> Answered:
-        members, cohorts = divide(section, len(self._stages))
+        members, cohorts = cohorts_of(section, len(self._stages))
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for cohort in cohorts:
@@ -80,7 +81,8 @@ class BarePipe:
             if step is None:  # the clock of the loop is coarser: a moment too early
                 continue
             scope = Scope.OUTPUT if cohort.waits else Scope.ALL
-            answers = self._executor.execute(next(self._steps), step, grammar=None, sample="now", scope=scope)
+            work = Work(step.sequences, step.tokens)
+            answers = self._executor.execute(next(self._steps), work, grammar=None, sample="now", scope=scope)
             for _, later in answers[1:]:
                 later.add_done_callback(_looked_at)
             await answers[0][1]  # of the last stage, or, of all of them, the first

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from async_pp.bench.cohorts import Cohort, Member, divide
 from async_pp.errors import ConfigError
 from async_pp.ranks.sleeping_runner import StageTime
 
@@ -97,6 +98,15 @@ class Conditions:
     def round_s(self) -> float:
         """A lone decode's time through all stages."""
         return sum(stage.of(1, 1) for stage in self.stages)
+
+
+def cohorts_of(section: Section, stages: int) -> tuple[list[Member], list[Cohort]]:
+    """The members of a section, by arrival, and the even cohorts that they travel in, as many as stages.
+
+    Prompts are taken whole, as far as the step's tokens allow.
+    """
+    members = [Member(arrival.at_s, arrival.tokens_in, arrival.tokens_out) for arrival in section]
+    return members, divide(members, stages, MAX_SEQUENCES, lambda step, _history: MAX_STEP_TOKENS - step.tokens)
 
 
 def limiting_rate(stages: tuple[StageTime, ...]) -> float:

@@ -5,11 +5,10 @@ former stage has ended it. C(i, -1) is when the cohort of the step is ready: its
 stage, its first member has come, or, after a mere portion of a prompt, its former step has ended on the first stage.
 """
 
-import heapq
 from collections.abc import Sequence
 
-from async_pp.bench.pipeline.cohorts import divide
-from async_pp.bench.pipeline.loads import Load, Section
+from async_pp.bench.cohorts import Step, follow
+from async_pp.bench.pipeline.loads import Load, Section, cohorts_of
 from async_pp.bench.pipeline.measured import Answered, Measured
 from async_pp.ranks.sleeping_runner import StageTime
 
@@ -20,19 +19,13 @@ def compute(load: Load, stages: Sequence[StageTime]) -> Measured:
 
 
 def _section(section: Section, stages: Sequence[StageTime]) -> Answered:
-    members, cohorts = divide(section, len(stages))
     ended_s = [0.0] * len(stages)
-    ready = [(at_s, index) for index, cohort in enumerate(cohorts) if (at_s := cohort.next_arrival_s()) is not None]
-    heapq.heapify(ready)
-    while ready:
-        now_s, index = heapq.heappop(ready)
-        step = cohorts[index].plan(now_s)
-        if step is not None:
-            for stage, time in enumerate(stages):
-                now_s = ended_s[stage] = max(ended_s[stage], now_s) + time.of(step.sequences, step.tokens)
-            cohorts[index].settle(now_s)
-            if not cohorts[index].waits:
-                now_s = ended_s[0]
-        if (at_s := cohorts[index].next_arrival_s()) is not None:
-            heapq.heappush(ready, (max(now_s, at_s), index))
+
+    def send(now_s: float, step: Step) -> tuple[float, float]:
+        for stage, time in enumerate(stages):
+            now_s = ended_s[stage] = max(ended_s[stage], now_s) + time.of(step.sequences, step.tokens)
+        return ended_s[0], now_s
+
+    members, cohorts = cohorts_of(section, len(stages))
+    follow(cohorts, send)
     return Answered(0.0, [member.times_s for member in members])

@@ -34,8 +34,11 @@ class Row:
         requests: answered, all of them.
         tokens_per_s: output tokens per second; with a saturated load, while it is saturated and past its first
             generation of requests.
-        limit_tokens_per_s: see `stages.limit`.
-        ratio: of the two.
+        bare_pipe_tokens_per_s, bare_pipe_ratio: what the bare pipe gives in the same time (see `bare`), and the share
+            of it that was reached.
+        bare_pipe_cohorts, bare_pipe_step_ms: its choice: cohorts, and the time up to which prompts fill its steps; None
+            when it takes them whole.
+        formula_tokens_per_s, formula_ratio: see `stages.formula`, and the share of that.
         stage_use, sequences_per_step: in the same time: busy share of the stages, mean sequences of a step.
         ttft_ms_p50, ttft_ms_p99: from the arrival of a request to its first token.
         itl_ms_p50, itl_ms_p99: between two tokens of a request.
@@ -49,8 +52,12 @@ class Row:
     policy: str
     requests: int
     tokens_per_s: float
-    limit_tokens_per_s: float
-    ratio: float
+    bare_pipe_tokens_per_s: float
+    bare_pipe_ratio: float
+    bare_pipe_cohorts: int
+    bare_pipe_step_ms: float | None
+    formula_tokens_per_s: float
+    formula_ratio: float
     stage_use: float
     sequences_per_step: float
     ttft_ms_p50: float | None
@@ -88,8 +95,10 @@ def table(rows: Sequence[Row]) -> str:
 _COLUMNS = (
     "PP",
     "tokens/s",
-    "limit",
-    "ratio",
+    "bare pipe",
+    "of pipe",
+    "formula",
+    "of it",
     "use",
     "seqs/step",
     "TTFT p50 ms",
@@ -109,8 +118,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         str(row.pp),
         f"{row.tokens_per_s:,.1f}",
-        f"{row.limit_tokens_per_s:,.1f}",
-        f"{row.ratio:.3f}",
+        f"{row.bare_pipe_tokens_per_s:,.1f}",
+        f"{row.bare_pipe_ratio:.3f}",
+        f"{row.formula_tokens_per_s:,.1f}",
+        f"{row.formula_ratio:.3f}",
         f"{row.stage_use:.3f}",
         f"{row.sequences_per_step:.2f}",
         *map(_ms, (row.ttft_ms_p50, row.ttft_ms_p99, row.itl_ms_p50, row.itl_ms_p99)),

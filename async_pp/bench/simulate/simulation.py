@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 from async_pp.bench import BenchFailed, stopping, virtual
 from async_pp.bench.devices import policy_of
-from async_pp.bench.simulate import requests, stages
+from async_pp.bench.simulate import bare, requests, stages
 from async_pp.bench.simulate.core import Limits, engine_core
 from async_pp.bench.simulate.ranks import TOKEN, SimulatedRanks
 from async_pp.bench.simulate.report import Host, Row, percentile
@@ -53,7 +53,9 @@ def _simulate(chosen: Settings, pp: int, tell: Tell) -> Row:
             virtual.run(simulation.run())
         except virtual.Deadlock as error:
             raise BenchFailed(f"PP {pp}: {simulation.clients.story}: {error}") from error
-    return simulation.row(time.monotonic() - began)
+    real_s = time.monotonic() - began
+    tell(f"PP {pp}: the bare pipe")
+    return simulation.row(real_s)
 
 
 @dataclass(frozen=True)
@@ -128,21 +130,19 @@ class _Simulation:
         bubble = last.stages.since(first.stages).shares()
         passed_s = last.at_s - first.at_s
         tokens_per_s = (last.tokens - first.tokens) / passed_s
-        limit = stages.limit(
-            self._costs,
-            requests.mix(chosen.arrivals),
-            self._sequences,
-            hop_s=chosen.hop_s,
-            host_s=chosen.host_s,
-            most=self._depth,
-        )
+        formula = self._formula()
+        pipe = self._bare_pipe(formula)
         return Row(
             pp=self._pp,
             policy=chosen.policy,
             requests=len(chosen.arrivals),
             tokens_per_s=tokens_per_s,
-            limit_tokens_per_s=limit,
-            ratio=tokens_per_s / limit,
+            bare_pipe_tokens_per_s=pipe.tokens_per_s,
+            bare_pipe_ratio=tokens_per_s / pipe.tokens_per_s,
+            bare_pipe_cohorts=pipe.cohorts,
+            bare_pipe_step_ms=None if pipe.step_s is None else 1000 * pipe.step_s,
+            formula_tokens_per_s=formula.tokens_per_s,
+            formula_ratio=tokens_per_s / formula.tokens_per_s,
             stage_use=bubble["busy"],
             sequences_per_step=(last.sequences - first.sequences) / (last.steps - first.steps),
             ttft_ms_p50=percentile(clients.ttft_ms, 50),
@@ -159,6 +159,31 @@ class _Simulation:
                 vllm_ms_p50=percentile(self._scheduler.vllm_ms, 50),
             ),
         )
+
+    def _formula(self) -> stages.Formula:
+        chosen = self._chosen
+        return stages.formula(
+            self._costs,
+            requests.mix(chosen.arrivals),
+            self._sequences,
+            hop_s=chosen.hop_s,
+            host_s=chosen.host_s,
+            most=self._depth,
+        )
+
+    def _bare_pipe(self, formula: stages.Formula) -> bare.BarePipe:
+        chosen = self._chosen
+        pipe = bare.Pipe(
+            costs=self._costs,
+            hop_s=chosen.hop_s,
+            host_s=chosen.host_s,
+            arrivals=chosen.arrivals,
+            saturated=chosen.saturated,
+            seats=self._sequences,
+            step_tokens=chosen.limits(self._pp)["max_num_batched_tokens"],
+            most=self._depth,
+        )
+        return bare.fastest(pipe, formula)
 
 
 class _Clients:

@@ -9,6 +9,7 @@ step. The answer reaches the engine at C(i,P-1) + hop. (After the oracle of a fl
 so that it delays a step but occupies no stage.)
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,17 @@ class StageCost:
             + self.per_token_s * load.tokens
             + self.per_attended_s * load.attended
         )
+
+    def chunk(self, seconds: float, history: int) -> float:
+        """Tokens that a prompt may add in so many seconds, behind `history` tokens: not rounded, maybe infinite.
+
+        The positive root of δ·C² + (γ + δ·history)·C = seconds.
+        """
+        linear = self.per_token_s + self.per_attended_s * history
+        if self.per_attended_s > 0:
+            root = math.sqrt(linear * linear + 4 * self.per_attended_s * seconds)
+            return (root - linear) / (2 * self.per_attended_s)
+        return seconds / linear if linear > 0 else math.inf
 
     def slower(self, factor: float) -> "StageCost":
         """The same stage on a device that takes `factor` times as long."""
@@ -101,17 +113,32 @@ class Mix:
     attended: float
 
 
-def limit(costs: Sequence[StageCost], mix: Mix, sequences: int, *, hop_s: float, host_s: float, most: int) -> float:
-    """Output tokens per second that full, even cohorts give.
+@dataclass(frozen=True)
+class Formula:
+    """What full, even cohorts give.
+
+    Attributes:
+        tokens_per_s: output tokens per second.
+        cohorts: M, of so many.
+        step_s: T, the time of each step on the slowest stage.
+    """
+
+    tokens_per_s: float
+    cohorts: int
+    step_s: float
+
+
+def formula(costs: Sequence[StageCost], mix: Mix, sequences: int, *, hop_s: float, host_s: float, most: int) -> Formula:
+    """The fastest full, even cohorts.
 
     R sequences in M cohorts: a round carries each of them once, R tokens, and takes
 
-        T(M) = max( M · max_s t_s, Σ_s t_s + o, M · h )
+        max( M · max_s t_s, Σ_s t_s + o, M · h )
 
     with t_s the stage's time for R/M sequences, each with the average of its tokens over its steps; o = (P + 1) hops
     and the host's time h, which is all that lies between the end of a step and the next of the same sequences. The best
     of all M counts: with equal stages and o = 0 that is M = P and R / (P · t). Prompts count as if each token of theirs
-    could go into any step and cost no sequence there: with long ones no engine gets quite so far.
+    could go into any step and cost no sequence there: with long ones nothing gets quite so far (see `bare`).
 
     Args:
         costs: of each stage.
@@ -122,10 +149,11 @@ def limit(costs: Sequence[StageCost], mix: Mix, sequences: int, *, hop_s: float,
     """
     stages = len(costs)
     outside_s = (stages + 1) * hop_s + host_s
-    periods_s = []
+    found = []
     for cohorts in range(1, min(most, sequences) + 1):
         share = sequences / cohorts
         load = StepLoad(share, share * mix.tokens / mix.output_tokens, share * mix.attended / mix.output_tokens)
         times_s = [cost.of(load) for cost in costs]
-        periods_s.append(max(cohorts * max(times_s), sum(times_s) + outside_s, cohorts * host_s))
-    return sequences / min(periods_s)
+        period_s = max(cohorts * max(times_s), sum(times_s) + outside_s, cohorts * host_s)
+        found.append(Formula(sequences / period_s, cohorts, max(times_s)))
+    return max(found, key=lambda one: one.tokens_per_s)

@@ -38,7 +38,9 @@ def test_even_decodes_fill_the_pipeline_the_same_way_each_time(tmp_path, capsys)
     assert [row["pp"] for row in first] == [2, 4]
     for row in first:
         assert row["empty_steps"] == 0
-        assert 0.9 < row["ratio"] <= 1.01
+        assert row["bare_pipe_tokens_per_s"] == pytest.approx(row["formula_tokens_per_s"], rel=0.001)
+        assert 0.95 < row["bare_pipe_ratio"] <= 1.001
+        assert row["formula_ratio"] == pytest.approx(row["bare_pipe_ratio"], rel=0.001)
         assert row["sequences_per_step"] == pytest.approx(8, rel=0.1)
     assert capsys.readouterr().out.count("\n") == 6
 
