@@ -26,6 +26,9 @@ TELL_S = 30.0
 FREE_S = 5.0
 """After the last answer: until the server's metrics say so."""
 
+CACHE = "/torchinductor_"
+"""What PyTorch keeps for the next process that compiles the same: nothing of the server's."""
+
 GAUGES = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
@@ -63,7 +66,7 @@ class RandomFaults:
         if self.left.exit_code:
             found.append(f"the server's exit code is {self.left.exit_code}")
         found += [f"left running: {name}" for name in self.left.processes]
-        found += [f"left behind: {name}" for name in self.left.files]
+        found += [f"left behind: {name}" for name in self.left.files if CACHE not in name]
         return found
 
 

@@ -65,6 +65,7 @@ def _random_faults(chaos: RandomFaults) -> list[str]:
     account, memory, left = chaos.account, chaos.memory, [*chaos.left.processes, *chaos.left.files]
     for_nothing = sum(not fault.sent for fault in chaos.faults)
     lost = f"hung {account.hung} + broken {account.broken} + open {account.open}"
+    grown = f"{memory.first_mib:.0f} -> {memory.last_mib:.0f}, {memory.mib_per_minute:+.2f} a minute"
     counts = f"descriptors {_change(memory.descriptors)}, threads {_change(memory.threads)}"
     return [
         f"Random faults for {chaos.seconds:.0f} s: {_named(chaos.sent)}; came while no such rank ran: {for_nothing}",
@@ -74,7 +75,7 @@ def _random_faults(chaos: RandomFaults) -> list[str]:
         f"  told twice: {account.twice}",
         f"  with other tokens than undisturbed: {account.different}; differ already undisturbed: {account.unsteady}",
         f"  at the end: {_named(chaos.gauges)}",
-        f"  server's memory, MiB: {memory.first_mib:.0f} -> {memory.last_mib:.0f}, {memory.mib_per_minute:+.2f} a minute",
+        f"  server's memory, MiB: {grown}",
         f"  server's {counts}",
         f"  exit code {chaos.left.exit_code}; left: {', '.join(left) or 'nothing'}",
     ]
