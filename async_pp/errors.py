@@ -5,6 +5,7 @@
     │   └── UnsupportedVersion   a vLLM this package was not tested with
     ├── EngineFailed             ours: the rank set of one epoch is gone; carries rank, epoch, step, request ids
     │   ├── RankLost             a rank process ended (signal, exit, out of memory)
+    │   ├── RankHung             a rank did not finish in time what it could have finished; carries the deadline
     │   ├── RankError            a rank raised; carries its traceback as text
     │   ├── StartupError         a rank did not become ready; carries the phase it was in
     │   └── RequestLost          one request was given up with a rank set; the engine goes on
@@ -51,7 +52,8 @@ class EngineFailed(AsyncPPError):
         message: what happened, without the place.
         rank: the rank that failed first, or None when the failure has no single rank.
         epoch: the life of the rank set it happened in.
-        step: the number of the oldest step in flight at that moment, or None when idle.
+        step: the number of the step that this rank was in; of the oldest step in flight at that moment when it was in
+            none; None when there was none.
         request_ids: the requests that were open and were failed by it.
     """
 
@@ -93,6 +95,23 @@ class RankLost(EngineFailed):
     ) -> None:
         super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
         self.exit_status = exit_status
+
+
+class RankHung(EngineFailed):
+    """A rank was not done with a step, or a turn of its connectors, `deadline_s` seconds after it could begin."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        deadline_s: float,
+        rank: int | None = None,
+        epoch: int = 0,
+        step: int | None = None,
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
+        self.deadline_s = deadline_s
 
 
 class RankError(EngineFailed):

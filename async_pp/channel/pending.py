@@ -5,7 +5,7 @@ never be taken for the answer to something else (matching by position does that)
 """
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -36,6 +36,14 @@ class Pending(Generic[K, V]):
     def tombstones(self) -> int:
         """Keys whose waiter gave up and whose answer has not come."""
         return sum(future.cancelled() for future in self._open.values())
+
+    def __contains__(self, key: K) -> bool:
+        """Whether the answer to `key` has not come, whoever waits for it."""
+        return key in self._open
+
+    def __iter__(self) -> Iterator[K]:
+        """The keys whose answer has not come, oldest first."""
+        return iter(self._open)
 
     def expect(self, key: K) -> "asyncio.Future[V]":
         """A future for the answer to `key`. ValueError when it is awaited already or its tombstone still stands."""

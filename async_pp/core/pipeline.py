@@ -220,7 +220,13 @@ class Pipeline:
         return effects + self._settle_oldest(now_s)
 
     def lose(self, cause: BaseException, now_s: float) -> list[Effect]:
-        """The rank set cannot go on. The first cause counts; later ones change nothing."""
+        """The rank set cannot go on. The first cause counts; later ones change nothing.
+
+        An exception in a step is such a cause, whichever ranks raised. Were the state of the workers known to be good
+        after it, the step's requests alone could be failed. It never is: vLLM's workers take a plan in by changing
+        their batch, requests and cache tables as they go, a rank that raises leaves its share half done and its peers
+        in a collective, and even where every rank refused the plan before touching it, the next one builds on it.
+        """
         if self.cause is not None:
             return []
         self.cause = cause

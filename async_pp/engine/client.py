@@ -30,6 +30,7 @@ from async_pp.core.recovery import Intensity, OnLoss, Recovery, Restart
 from async_pp.engine.core_client import InProcessClient
 from async_pp.engine.epoch import Epoch
 from async_pp.engine.executor import OnPhase
+from async_pp.engine.launch import StartDeadlines
 from async_pp.engine.lives import Lives, Loss
 from async_pp.engine.streams import Streams
 from async_pp.engine.vllm_seam.config import config_errors, make_config
@@ -65,6 +66,8 @@ class AsyncPPEngine(AsyncLLM):
         policy: PolicyName | Policy = "balanced",
         on_rank_loss: OnLoss = "replay",
         restarts: Intensity = Intensity(),  # noqa: B008 - frozen
+        step_deadline_s: float | None = None,
+        start_deadlines: StartDeadlines = StartDeadlines(),  # noqa: B008 - frozen
         zygote: Zygote | None = None,
         on_phase: OnPhase = ignore_phase,
     ) -> None:
@@ -77,6 +80,8 @@ class AsyncPPEngine(AsyncLLM):
         self._on_phase = on_phase
         self._streams = Streams(on_end=self._end_requests)
         self._recovery = Recovery(on_rank_loss, restarts)
+        self._step_deadline_s = step_deadline_s
+        self._start_deadlines = start_deadlines
         self._written: Mapping[str, str] = {}
         self._epoch: Epoch | None = None
         self._living: asyncio.Task[None] | None = None
@@ -93,6 +98,8 @@ class AsyncPPEngine(AsyncLLM):
         policy: PolicyName | Policy = "balanced",
         on_rank_loss: OnLoss = "replay",
         restarts: Intensity = Intensity(),  # noqa: B008 - frozen
+        step_deadline_s: float | None = None,
+        start_deadlines: StartDeadlines = StartDeadlines(),  # noqa: B008 - frozen
         zygote: Zygote | None = None,
         on_phase: OnPhase | None = None,
     ) -> Self:
@@ -107,6 +114,9 @@ class AsyncPPEngine(AsyncLLM):
             on_rank_loss: what becomes of open requests when a rank dies, hangs or raises: "replay" (they go on from the
                 tokens they have over a new rank set), "fail" (they end with an error, the engine goes on), or "exit".
             restarts: how many new rank sets are tried before the engine ends.
+            step_deadline_s: how long a rank may take for a step from the moment it could begin; None: ten times the
+                99th percentile of what was measured, at least 5 s, at most 60 s.
+            start_deadlines: how long the parts of a start may take.
             zygote: what forks the ranks, when the caller has launched one early; the engine then ends it too.
             on_phase: told about start-up progress: phase, rank or None, seconds.
         """
@@ -117,6 +127,8 @@ class AsyncPPEngine(AsyncLLM):
             policy=policy,
             on_rank_loss=on_rank_loss,
             restarts=restarts,
+            step_deadline_s=step_deadline_s,
+            start_deadlines=start_deadlines,
             zygote=zygote,
             on_phase=on_phase or ignore_phase,
         )
@@ -159,7 +171,10 @@ class AsyncPPEngine(AsyncLLM):
         self._on_phase("ready", None, loop.time() - began)
 
     async def _have_zygote(self) -> Zygote:
-        if self._zygote is None or self._zygote.ended:
+        if self._zygote is not None and self._zygote.ended:
+            await self._zygote.close()
+            self._zygote = None
+        if self._zygote is None:
             world = self.engine_args.pipeline_parallel_size * self.engine_args.tensor_parallel_size
             self._zygote = Zygote()
             await self._zygote.start(rank_environment(world), PRELOAD)
@@ -234,6 +249,14 @@ class AsyncPPEngine(AsyncLLM):
         return "serving" if self.engine_core.running else "restarting"
 
     @property
+    def oldest_step(self) -> tuple[int, int] | None:
+        """Epoch and number of the oldest step in flight, or None when none is."""
+        if self._epoch is None or self.state != "serving":
+            return None
+        step = self._epoch.stepping.oldest_step
+        return None if step is None else (self._epoch.number, step)
+
+    @property
     def losses(self) -> int:
         """Rank sets that were lost so far, those included that did not come up in a restart."""
         return self._recovery.count
@@ -248,6 +271,8 @@ class AsyncPPEngine(AsyncLLM):
             self._written,
             await self._have_zygote(),
             make_policy=self._made_policy,
+            step_deadline_s=self._step_deadline_s,
+            start_deadlines=self._start_deadlines,
             log_stats=self.log_stats,
             emit=self._streams.emit,
             on_phase=self._on_phase,

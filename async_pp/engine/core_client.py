@@ -48,7 +48,7 @@ class InProcessClient(EngineCoreClient):
         self.carried: Carried | None = None
         self._streams = streams
         self._epoch: Epoch | None = None
-        self._changed = asyncio.Event()  # an epoch to use, or the end
+        self._change = asyncio.Event()  # the next epoch to use, or the end
         self._held: dict[str, EngineCoreRequest] = {}  # came while there was none
         self._adapters: dict[int, LoRARequest] = {}
         self._pinned: set[int] = set()
@@ -59,26 +59,24 @@ class InProcessClient(EngineCoreClient):
     @property
     def running(self) -> bool:
         """Whether there is an epoch whose steps go on."""
-        return self._epoch is not None
+        return self._epoch is not None and self._epoch.ranks.cause is None
 
     def use(self, epoch: Epoch) -> None:
         """Go on with this epoch."""
         self._epoch = epoch
-        self._changed.set()
+        self._changed()
 
     def die(self, cause: BaseException) -> None:
         """No request, abort or utility works from here on; every open stream ends with `cause`."""
         self.cause = cause
         self.resources.engine_dead = True
-        self._changed.set()
+        self._changed()
         self._streams.end(cause)
 
     def suspend(self, carried: Carried) -> None:
         """The epoch is lost: hold what comes from here on, and its requests unless they are aborted."""
         self._epoch = None
         self.carried = carried
-        if self.cause is None:
-            self._changed.clear()
 
     async def resume(self, epoch: Epoch, suspects: Collection[str]) -> None:
         """Go on with the next epoch: load the adapters again, add what was carried over, then what was held."""
@@ -103,11 +101,15 @@ class InProcessClient(EngineCoreClient):
         Raises:
             BaseException: what has ended the engine.
         """
-        while self._epoch is None:
+        while True:
             self._check_alive()
-            await self._changed.wait()
-        self._check_alive()
-        return self._epoch
+            if self._epoch is not None and self.running:
+                return self._epoch
+            await self._change.wait()
+
+    def _changed(self) -> None:
+        change, self._change = self._change, asyncio.Event()
+        change.set()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """The engine that owns the rank set closes it."""

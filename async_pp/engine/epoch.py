@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 
 from async_pp.core.policy import Policy
 from async_pp.engine.executor import OnPhase, RankExecutor, RankLayout
+from async_pp.engine.launch import StartDeadlines
 from async_pp.engine.lives import Loss
 from async_pp.engine.stepping import Stepping
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor, worker_call
@@ -37,6 +38,8 @@ class Epoch:
         written: environment variables that the configuration set.
         zygote: what forks the ranks.
         make_policy: makes the policy that splits the load over its steps.
+        step_deadline_s: how long a rank may take for a step; None: as measured.
+        start_deadlines: how long the parts of the start may take.
         log_stats: whether vLLM's scheduler keeps statistics.
         emit: takes what a settle has for the streams.
         on_phase: told about start-up progress.
@@ -54,6 +57,8 @@ class Epoch:
         zygote: Zygote,
         *,
         make_policy: Callable[[], Policy],
+        step_deadline_s: float | None,
+        start_deadlines: StartDeadlines,
         log_stats: bool,
         emit: Callable[[Sequence[Any]], None],
         on_phase: OnPhase,
@@ -83,6 +88,8 @@ class Epoch:
             on_lost=self._lose,
             on_span=self._span,
             on_output=self._connector_output,
+            step_deadline_s=step_deadline_s,
+            start_deadlines=start_deadlines,
         )
 
     async def load(self) -> None:

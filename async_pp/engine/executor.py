@@ -10,6 +10,7 @@ import itertools
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,17 @@ from typing import Any
 
 from async_pp.channel.pending import Pending
 from async_pp.channel.zmq_engine import ZmqEngineChannel
+from async_pp.core.deadlines import Deadline, Overdue, Row, Work
 from async_pp.core.gather import Scope
-from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, StartupError, WireError
+from async_pp.engine.failures import RUNNING, Failures, wrong_hello
+from async_pp.engine.launch import StartDeadlines, launch
+from async_pp.engine.watch import StartWatch, StepWatch
+from async_pp.errors import EngineClosed, EngineFailed, StartupError, WireError
+from async_pp.ranks.board import Board
 from async_pp.ranks.main import Bootstrap
 from async_pp.ranks.runner import Attending
 from async_pp.ranks.spawn import RankSpec, Zygote
-from async_pp.ranks.supervisor import Supervisor
+from async_pp.ranks.supervisor import STATUS_DEADLINE_S, Supervisor
 from async_pp.wire.frames import NO_PAYLOAD, Envelope, Payload
 from async_pp.wire.limits import Limits
 from async_pp.wire.messages import (
@@ -43,6 +49,10 @@ from async_pp.wire.messages import (
 )
 
 CLOSE_DEADLINE_S = 5.0
+
+RAISED_S = 2 * STATUS_DEADLINE_S
+"""How long an error of a rank waits for the death of another, which may be its cause: of a process that ends, the
+kernel closes the sockets before it tells the end."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -104,6 +114,11 @@ class RankExecutor:
         on_span: told the stages' times, those of the output stage before the answer's future is resolved, the others
             some steps later, or before a `call` that follows them returns.
         on_output: told what connectors report with a step that their rank does not answer.
+        step_deadline_s: how long a rank may take for a step from the moment it could begin; None: as measured.
+        start_deadlines: how long the parts of the start may take.
+
+    Raises:
+        ValueError: `step_deadline_s` is not a positive number.
     """
 
     def __init__(
@@ -116,10 +131,13 @@ class RankExecutor:
         on_lost: Callable[[EngineFailed], None],
         on_span: OnSpan = ignore_span,
         on_output: OnOutput = ignore_output,
+        step_deadline_s: float | None = None,
+        start_deadlines: StartDeadlines = StartDeadlines(),  # noqa: B008 - frozen
     ) -> None:
         self.layout = layout
         self.epoch = epoch
         self.cause: Exception | None = None
+        self._failures = Failures(epoch)
         self.rejected_frames = 0
         self._zygote = zygote
         self._on_phase = on_phase
@@ -129,12 +147,25 @@ class RankExecutor:
         self._steps: Pending[tuple[int, int], Any] = Pending()
         self._calls: Pending[tuple[int, int], Any] = Pending()
         self._attends: dict[int, int] = {}  # calls for the connectors, and how many ranks have not answered
+        self._raised: asyncio.TimerHandle | None = None  # an error that may have a cause
+        self._board: Board | None = None
+        self._watch = StepWatch(
+            rows=self._rows,
+            missing=self._missing,
+            stopped=self._stopped,
+            ranks_per_stage=layout.ranks_per_stage,
+            deadline=Deadline(step_deadline_s),
+            on_hung=self._hung,
+            clock=time.monotonic,
+        )
+        self._start_deadlines = start_deadlines
+        self._start_watch = StartWatch(self._asked, self._stalled)
+        self._loading = set(range(layout.ranks))
         self._hellos: Pending[int, int] = Pending()
         self._numbers = itertools.count()
         self._runtime_dir: Path | None = None
         self._channel: ZmqEngineChannel | None = None
         self._supervisor: Supervisor | None = None
-        self._phase = "spawn"
 
     @property
     def runtime_dir(self) -> Path:
@@ -147,11 +178,13 @@ class RankExecutor:
         """Spawn the ranks and wait until each has said hello. On any failure nothing is left behind.
 
         Raises:
-            StartupError: a rank ended before it said hello.
+            StartupError: a rank ended before it said hello, did not say it in time, or said something else.
         """
         try:
             await self._start()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StartupError):
+                self.lose(error)
             await self.close()
             raise
 
@@ -170,17 +203,18 @@ class RankExecutor:
         )
         await self._channel.start()
         self._supervisor = Supervisor(on_death=self._rank_died)
-        hellos = [self._hellos.expect(rank) for rank in keys]
-        async with asyncio.TaskGroup() as tasks:
-            for rank, key in keys.items():
-                tasks.create_task(self._spawn(self._supervisor, self._spec(rank, key)))
-        for hello in hellos:
-            await hello
+        self._board = Board(self._runtime_dir / "board", self.layout.ranks)
+        await launch(
+            [self._spec(rank, key) for rank, key in keys.items()],
+            {rank: self._hellos.expect(rank) for rank in keys},
+            zygote=self._zygote,
+            supervisor=self._supervisor,
+            deadlines=self._start_deadlines,
+            failures=self._failures,
+        )
         self._on_phase("spawn", None, loop.time() - began)
-        self._phase = "load"
-
-    async def _spawn(self, supervisor: Supervisor, spec: RankSpec) -> None:
-        supervisor.watch(await self._zygote.spawn(spec))
+        self._failures.phase = "load"
+        self._start_watch.begin(self._start_deadlines.load_s)
 
     def _spec(self, rank: int, key: bytes) -> RankSpec:
         assert self._channel is not None
@@ -191,6 +225,7 @@ class RankExecutor:
             ranks_per_stage=self.layout.ranks_per_stage,
             epoch=self.epoch,
             endpoint=self._channel.endpoint,
+            board=str(self.runtime_dir / "board"),
             key=key,
             runner=self.layout.runner,
         )
@@ -213,7 +248,8 @@ class RankExecutor:
 
     def started(self) -> None:
         """Start-up is over: from here on a dead rank is a `RankLost`, not a `StartupError`."""
-        self._phase = "running"
+        self._failures.phase = RUNNING
+        self._start_watch.stop()
         self._unlink_shared_memory()
 
     def forget_names(self) -> None:
@@ -242,6 +278,7 @@ class RankExecutor:
         message = Execute(step=step, sample=sample, reply="all" if scope is Scope.ALL else "output")
         payload = Payload.dump((work, grammar))
         self._send_all(channel, message, payload)
+        self._watch.step(step, deferred=sample == "later")
         return futures
 
     def attend(self, work: Any) -> list[tuple[int, asyncio.Future[Any]]]:
@@ -254,12 +291,14 @@ class RankExecutor:
         futures = [(rank, self._calls.expect((number, rank))) for rank in range(self.layout.ranks)]
         self._attends[number] = self.layout.ranks
         self._send_all(channel, Call(call=number), Payload.dump(Attending(work)))
+        self._watch.call(number, patient=False)
         return futures
 
     def release(self, step: int, grammar: Any) -> None:
         """Send the deferred sample message of a step."""
         channel = self._open_channel()
         self._send_all(channel, Sample(step=step), Payload.dump(grammar))
+        self._watch.released(step)
 
     async def call(self, function: Callable[[Any], Any], timeout_s: float | None = None) -> list[Any]:
         """Apply `function` to every rank's runner, between steps. Returns the answers in rank order.
@@ -268,7 +307,8 @@ class RankExecutor:
             Exception: what the first failing rank raised, at once and with its traceback as a note. The others are not
                 waited for: they may sit in a collective with the one that failed.
             StartupError: the same while the ranks start, which ends them.
-            TimeoutError: not all answered within `timeout_s` seconds; the call itself goes on in the ranks.
+            TimeoutError: not all answered within `timeout_s` seconds; the call itself goes on in the ranks, and now
+                they have as long for it as for a step. So it is after a cancellation.
             EngineFailed: the rank set was lost.
         """
         channel = self._open_channel()
@@ -277,6 +317,8 @@ class RankExecutor:
         payload = Payload.dump(function)
         try:
             self._send_all(channel, Call(call=number), payload)
+            self._watch.call(number, patient=True)
+            self._start_watch.moved()
             async with asyncio.timeout(timeout_s):
                 await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
             for future in futures:
@@ -284,15 +326,24 @@ class RankExecutor:
                     raise error
             return [future.result() for future in futures]
         finally:
-            for future in futures:
-                if not future.cancel():  # one that is not done becomes a tombstone
+            open_ones = [future.cancel() for future in futures]  # one that is not done becomes a tombstone
+            if any(open_ones):
+                self._watch.given_up(number)
+            for future, was_open in zip(futures, open_ones, strict=True):
+                if not was_open:
                     future.exception()  # looked at: the first failure has been raised
+
+    def step_of(self, rank: int) -> int | None:
+        """The step that a rank has begun and not finished, also when it is frozen or dead. None: it is in none, or the
+        rank set is gone."""
+        return None if self._board is None else self._watch.step_in(self._board.row(rank))
 
     def lose(self, error: EngineFailed) -> None:
         """End the epoch: every open future gets `error`, `on_lost` is told. Later causes change nothing."""
         if self.cause is not None:
             return
         self.cause = error
+        self._stop_watching()
         for pending in (self._steps, self._calls, self._hellos):
             pending.fail_all(error)
         self._on_lost(error)
@@ -301,6 +352,7 @@ class RankExecutor:
         """End every rank and remove every trace, within `deadline_s` seconds plus the kill. May be called again."""
         if self.cause is None:
             self.cause = EngineClosed("the engine was closed")
+            self._stop_watching()
             for pending in (self._steps, self._calls, self._hellos):
                 pending.fail_all(self.cause)
             if self._channel is not None:
@@ -316,13 +368,23 @@ class RankExecutor:
     def kill(self) -> None:
         """End every rank now, without waiting: for interpreters that are going down and second signals."""
         self.cause = self.cause or EngineClosed("the engine was killed")
+        self._stop_watching()
         if self._supervisor is not None:
             self._supervisor.kill()
         self._dispose()
 
+    def _stop_watching(self) -> None:
+        self._watch.stop()
+        self._start_watch.stop()
+        if self._raised is not None:
+            self._raised.cancel()
+
     def _dispose(self) -> None:
         if self._channel is not None:
             self._channel.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
         if self._runtime_dir is not None:
             self._unlink_shared_memory()
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
@@ -345,10 +407,14 @@ class RankExecutor:
         return self._channel
 
     def _receive(self, rank: int, envelope: Envelope) -> None:
+        if self.cause is not None:
+            return  # nobody is left whom a rank that goes on could answer
+        if self._failures.starting:
+            self._start_watch.moved()
         try:
             self._take(rank, envelope)
         except WireError as error:
-            self.lose(RankError(f"rank {rank} sent what cannot be read: {error}", rank=rank, epoch=self.epoch))
+            self._broke_off(rank, f"sent what cannot be read: {error}")
 
     def _take(self, rank: int, envelope: Envelope) -> None:
         match envelope.message:
@@ -361,7 +427,7 @@ class RankExecutor:
                 for span in spans:
                     self._take_span(rank, *span)
             case StepFailed(step=step, kind=kind, text=text):
-                self.lose(self._rank_error(rank, kind, text, step))
+                self._lose_soon(self._failures.raised(rank, kind, text, step))
             case CallReply(call=call):
                 if call in self._attends:
                     self._attends[call] -= 1
@@ -369,43 +435,76 @@ class RankExecutor:
                         del self._attends[call]
                 self._calls.resolve((call, rank), envelope.load())
             case CallFailed(call=call, kind=kind, text=text) if call in self._attends:
-                self.lose(self._rank_error(rank, kind, text, None))
-            case CallFailed(kind=kind, text=text) if self._phase != "running":
-                message = f"rank {rank} raised {_last_line(text, kind)} during start-up ({self._phase})"
-                failure = StartupError(message, phase=self._phase, rank=rank, epoch=self.epoch)
-                failure.__cause__ = self._rank_error(rank, kind, text, None)
-                self.lose(failure)
+                self._lose_soon(self._failures.raised(rank, kind, text, None))
+            case CallFailed(kind=kind, text=text) if self._failures.starting:
+                self._lose_soon(self._failures.raised_at_start(rank, kind, text))
             case CallFailed(call=call, kind=kind, text=text):
                 error = envelope.load() if envelope.has_payload else None
                 if not isinstance(error, Exception):
-                    error = self._rank_error(rank, kind, text, None)
+                    error = self._failures.raised(rank, kind, text, None)
                 error.add_note(f"on rank {rank}:\n{text}")
                 self._calls.reject((call, rank), error)
-            case Hello(pid=pid):
-                self._hellos.resolve(rank, pid)
+            case Hello(pid=pid) as hello:
+                if (wrong := wrong_hello(hello, self.layout.ranks)) is not None:
+                    self._broke_off(rank, wrong)
+                elif not self._hellos.resolve(rank, pid):
+                    self._broke_off(rank, "said hello twice")
             case Phase(name=name, seconds=seconds):
                 self._on_phase(name, rank, seconds)
+                if name == "load":
+                    self._loaded(rank)
+
+    def _loaded(self, rank: int) -> None:
+        self._loading.discard(rank)
+        if self._failures.phase == "load" and not self._loading:
+            self._failures.phase = "kv_cache"
+            self._start_watch.begin(self._start_deadlines.kv_cache_s)
 
     def _take_span(self, rank: int, step: int, began_s: float, ended_s: float) -> None:
         stage, in_stage = divmod(rank, self.layout.ranks_per_stage)
         if in_stage == 0:
+            self._watch.took(step, ended_s - began_s)
             self._on_span(stage, step, began_s, ended_s)
 
-    def _rank_error(self, rank: int, kind: str, text: str, step: int | None) -> RankError:
-        message = f"rank {rank} raised {_last_line(text, kind)}"
-        return RankError(message, traceback=text, rank=rank, epoch=self.epoch, step=step)
+    def _broke_off(self, rank: int, what: str) -> None:
+        self.lose(self._failures.broke_off(rank, what, self.step_of(rank)))
+
+    def _lose_soon(self, error: EngineFailed) -> None:
+        """A rank raised. If another one ends right now, its end is the cause: the one that raised was its neighbour."""
+        if self._raised is None:
+            self._raised = asyncio.get_running_loop().call_later(RAISED_S, self.lose, error)
 
     def _reject(self, rank: int | None, error: WireError) -> None:
         self.rejected_frames += 1
 
     def _rank_died(self, rank: int, status: str) -> None:
-        if self._phase == "running":
-            self.lose(RankLost(f"rank {rank} ended: {status}", exit_status=status, rank=rank, epoch=self.epoch))
-            return
-        message = f"rank {rank} ended during start-up ({self._phase}): {status}"
-        self.lose(StartupError(message, phase=self._phase, rank=rank, epoch=self.epoch))
+        self.lose(self._failures.ended(rank, status, self.step_of(rank)))
 
+    # -- watches -------------------------------------------------------------------------------------------------
 
-def _last_line(text: str, kind: str) -> str:
-    """What a traceback says in its last line: class and message of the error."""
-    return text.strip().rpartition("\n")[2] or kind
+    def _rows(self) -> list[Row]:
+        assert self._board is not None
+        return self._board.rows()
+
+    def _stopped(self, rank: int) -> bool:
+        return self._supervisor is not None and self._supervisor.stopped(rank)
+
+    def _missing(self, work: Work) -> list[int]:
+        """The ranks whose answer to a work has not come."""
+        ranks = range(self.layout.ranks)
+        if work.step is not None:
+            return [rank for rank in ranks if (work.step, rank) in self._steps]
+        return [rank for rank in ranks if work.call is not None and (work.call, rank) in self._calls]
+
+    def _asked(self) -> list[int]:
+        """The ranks that have not answered the oldest call."""
+        oldest = next(iter(self._calls), None)
+        return [] if oldest is None else [rank for call, rank in self._calls if call == oldest[0]]
+
+    def _stalled(self, rank: int, deadline_s: float) -> None:
+        self.lose(self._failures.start(rank, f"has made no progress for {deadline_s:g} s"))
+
+    def _hung(self, overdue: Overdue, deadline_s: float) -> None:
+        waited_s = time.monotonic() - overdue.since_s
+        stopped = self._stopped(overdue.ranks[0])
+        self.lose(self._failures.hung(overdue, deadline_s, waited_s=waited_s, stopped=stopped))

@@ -16,8 +16,10 @@ from typing import Any
 
 import msgspec
 
+from async_pp import __version__
 from async_pp.channel.protocol import RankChannel
 from async_pp.channel.zmq_rank import ZmqRankChannel
+from async_pp.ranks.board import RankRow
 from async_pp.ranks.runner import Runner
 from async_pp.wire.frames import NO_PAYLOAD, Envelope
 from async_pp.wire.limits import Limits
@@ -51,6 +53,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
         ranks_per_stage: ranks that share a stage; the first of them tells the stage's times.
         epoch: the life of the rank set it belongs to.
         endpoint: where the engine listens.
+        board: path of the epoch's board.
         key: 32 bytes that seal every frame between the two.
         runner: dotted name "package.module:Class" of the Runner.
     """
@@ -61,6 +64,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     ranks_per_stage: int
     epoch: int
     endpoint: str
+    board: str
     key: bytes
     runner: str
 
@@ -79,13 +83,17 @@ class RankLoop:
     Args:
         channel: the blocking end of the channel.
         runner: what computes.
+        row: where it writes what it works on.
         is_output: whether this rank answers every step.
         tells_spans: whether it tells the times of the steps that it does not answer.
     """
 
-    def __init__(self, channel: RankChannel, runner: Runner, *, is_output: bool, tells_spans: bool) -> None:
+    def __init__(
+        self, channel: RankChannel, runner: Runner, row: RankRow, *, is_output: bool, tells_spans: bool
+    ) -> None:
         self._channel = channel
         self._runner = runner
+        self._row = row
         self._is_output = is_output
         self._tells_spans = tells_spans
         self._spans: list[tuple[int, float, float]] = []
@@ -99,9 +107,13 @@ class RankLoop:
                 envelope = self._held.popleft() if self._held else self._channel.recv()
                 match envelope.message:
                     case Execute():
+                        self._row.enter()
                         self._execute(envelope.message, envelope)
+                        self._row.leave()
                     case Call(call=call):
+                        self._row.enter()
                         self._call(call, envelope)
+                        self._row.leave()
                     case Close():
                         raise _Closing
                     case other:
@@ -112,22 +124,24 @@ class RankLoop:
 
     def _execute(self, message: Execute, envelope: Envelope) -> None:
         try:
-            work, grammar = envelope.load()
-            answer = self._runner.execute(work)
-            ended_s = time.monotonic()
-            held_s = 0.0
-            if message.sample == "later":
-                # The message comes in any case; a step that needed no sampling only takes it off the wire.
-                grammar = self._await_sample(message.step)
-                held_s = time.monotonic() - ended_s
-            if answer is None and message.sample != "none":
-                answer = self._runner.sample(grammar)
+            self._step(message, envelope)
         except _Closing:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine decides
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the engine decides; so for SystemExit
             kind, text = describe(error)
             self._channel.send(StepFailed(step=message.step, kind=kind, text=text))
-            return
+
+    def _step(self, message: Execute, envelope: Envelope) -> None:
+        work, grammar = envelope.load()
+        answer = self._runner.execute(work)
+        ended_s = time.monotonic()
+        held_s = 0.0
+        if message.sample == "later":
+            # The message comes in any case; a step that needed no sampling only takes it off the wire.
+            grammar = self._await_sample(message.step)
+            held_s = time.monotonic() - ended_s
+        if answer is None and message.sample != "none":
+            answer = self._runner.sample(grammar)
         began_s = self._runner.began_s
         if self._is_output:  # sampling is its stage's work, waiting for the word to sample is not
             began_s, ended_s = began_s + held_s, time.monotonic()
@@ -164,7 +178,7 @@ class RankLoop:
         self._tell_spans()
         try:
             answer = self._runner.call(envelope.load())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
             kind, text = describe(error)
             self._send_failure(CallFailed(call=call, kind=kind, text=text), error)
             return
@@ -174,7 +188,7 @@ class RankLoop:
             kind, text = describe(error)
             self._channel.send(CallFailed(call=call, kind=kind, text=text))
 
-    def _send_failure(self, message: CallFailed, error: Exception) -> None:
+    def _send_failure(self, message: CallFailed, error: BaseException) -> None:
         try:
             self._channel.send(message, error)
         except Exception:  # noqa: BLE001 - an exception that cannot be pickled travels as text alone
@@ -187,7 +201,9 @@ def describe(error: BaseException) -> tuple[str, str]:
         text = "".join(traceback.format_exception(error))
     except Exception as failure:  # noqa: BLE001 - an error whose text raises is still an error
         text = f"{type(error).__name__}: (its text could not be made: {type(failure).__name__})"
-    return type(error).__name__[:200], text[-MAX_TEXT:]
+    # What cannot be encoded (a file's name, say) must not keep the rest from being told.
+    kind, text = (said.encode(errors="replace").decode() for said in (type(error).__name__[:200], text[-MAX_TEXT:]))
+    return kind, text
 
 
 def run(bootstrap: bytes) -> None:
@@ -195,11 +211,12 @@ def run(bootstrap: bytes) -> None:
     boot = msgspec.msgpack.decode(bootstrap, type=Bootstrap)
     channel = ZmqRankChannel(boot.endpoint, rank=boot.rank, epoch=boot.epoch, key=boot.key, limits=Limits())
     try:
-        channel.send(Hello(pid=os.getpid()))
+        row = RankRow.open(boot.board, boot.rank)
+        channel.send(Hello(pid=os.getpid(), ranks=boot.ranks, version=__version__))
         make: Callable[..., Runner] = pkgutil.resolve_name(boot.runner)
         runner = make(boot.rank, boot.ranks, _phases(channel))
         leads_stage = boot.rank % boot.ranks_per_stage == 0
-        RankLoop(channel, runner, is_output=boot.rank == boot.output_rank, tells_spans=leads_stage).run()
+        RankLoop(channel, runner, row, is_output=boot.rank == boot.output_rank, tells_spans=leads_stage).run()
     finally:
         channel.close()
 

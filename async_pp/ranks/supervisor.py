@@ -5,12 +5,14 @@ is decided elsewhere.
 """
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
-from async_pp.ranks.spawn import RankProcess
+from async_pp.ranks.spawn import RankProcess, in_words
 
-STATUS_DEADLINE_S = 0.5
+STATUS_DEADLINE_S = 0.05
 """How long a death waits to be told with its exit status, which the zygote reports a moment later."""
 
 TERM_SHARE_S = 0.5
@@ -36,6 +38,11 @@ class Supervisor:
     def alive(self) -> tuple[int, ...]:
         """Ranks that have not ended."""
         return tuple(self._alive)
+
+    def stopped(self, rank: int) -> bool:
+        """Whether a signal holds the process of a rank."""
+        process = self._alive.get(rank)
+        return process is not None and _state(process.pid)[0] == "T"
 
     def watch(self, process: RankProcess) -> None:
         """Watch a rank until it ends. One that comes when `stop` or `kill` was called is ended at once."""
@@ -94,7 +101,13 @@ class Supervisor:
 
     def _died(self, process: RankProcess) -> None:
         self._forget(process)
-        if not self._stopping:
+        if self._stopping:
+            return
+        if process.exit_status.done():
+            self._on_death(process.rank, process.exit_status.result())
+        elif (ended := _state(process.pid))[0] == "Z":  # not reaped yet: the kernel knows more than the zygote
+            self._on_death(process.rank, in_words(os.waitstatus_to_exitcode(ended[1])))
+        else:
             task = asyncio.get_running_loop().create_task(
                 self._tell(process), name=f"async_pp end of rank {process.rank}"
             )
@@ -106,3 +119,12 @@ class Supervisor:
         status = process.exit_status.result() if done else "unknown"
         if not self._stopping:
             self._on_death(process.rank, status)
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """State of a process ("T": stopped, "Z": ended and not reaped, "": unknown) and its wait status, see proc(5)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[-1])

@@ -4,7 +4,8 @@
     program     environment, zygote, import, parse, run the loop      the order of a start
     flags       vllm serve's flags + "async-pp", light and real       catalogue, helptext: the same without vLLM
     application vLLM's routes on our engine                           the only module besides flags that knows vLLM
-    lifecycle   start, serve, stop, fail; exit codes                  http, signals, display: its parts
+    lifecycle   start, serve, drain, stop, fail; exit codes           http, signals, display: its parts
+    probes ── auth ── gate ── application                             the way of a request; asgi: what they share
 
 This is the application layer: unlike the library below it may install signal handlers, choose the event loop, configure
 logging and set environment variables.

@@ -3,7 +3,7 @@
 import functools
 import resource
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +17,20 @@ from vllm.entrypoints.launchers.utils.constants import H11_MAX_INCOMPLETE_EVENT_
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils import random_uuid
 
 from async_pp.engine.client import AsyncPPEngine
+from async_pp.engine.executor import OnPhase
 from async_pp.errors import ConfigError
+from async_pp.ranks.spawn import Zygote
 from async_pp.serve import defaults, support
+from async_pp.serve.asgi import Application
 from async_pp.serve.display import Display, curl_line
-from async_pp.serve.http import Application
 from async_pp.serve.lifecycle import Service
 from async_pp.serve.preflight import Preflight
+from async_pp.serve.probes import stall_s
 
 
 def configure(args: Namespace, preflight: Preflight, model: str | None) -> AsyncEngineArgs:
@@ -55,18 +61,35 @@ def configure(args: Namespace, preflight: Preflight, model: str | None) -> Async
     return engine_args
 
 
+def make_engine(args: Namespace, engine_args: AsyncEngineArgs, zygote: Zygote, on_phase: OnPhase) -> AsyncPPEngine:
+    """The engine that the flags ask for, not started."""
+    return AsyncPPEngine.from_engine_args(
+        engine_args,
+        UsageContext.OPENAI_API_SERVER,  # vLLM's defaults for step sizes depend on it
+        policy=args.policy,
+        on_rank_loss=args.on_rank_loss,
+        restarts=args.max_restarts,
+        step_deadline_s=args.step_deadline,
+        zygote=zygote,
+        on_phase=on_phase,
+    )
+
+
 def make_service(args: Namespace, engine: AsyncPPEngine, preflight: Preflight, show: Display) -> Service:
     """Put routes, HTTP settings and engine together. Nothing is started."""
     routes: list[str] = []
+    tasks: list[str] = []
+    keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
 
     async def application() -> Application:
+        tasks.extend(await engine.get_supported_tasks())
         app = await _application(args, engine)
-        routes.append(await _route(engine))
+        routes.append(_route(engine, tasks))
         return app
 
     def announce() -> None:
         name = args.served_model_name[0] if args.served_model_name else args.model
-        curl = curl_line(preflight.address, name, route=routes[0], api_key=bool(args.api_key))
+        curl = curl_line(preflight.address, name, route=routes[0], api_key=bool(keys))
         show.serving(preflight.address, curl)
 
     return Service(
@@ -76,8 +99,34 @@ def make_service(args: Namespace, engine: AsyncPPEngine, preflight: Preflight, s
         abort_all=functools.partial(abort_all, engine),
         announce=announce,
         beside=functools.partial(_watch_certificates, args),
-        drain_s=float(args.shutdown_timeout),
+        drain_s=preflight.drain_s,
+        wait_for_restart=args.on_rank_loss == "replay",
+        most_open=lambda: _limit(engine),
+        keys=keys,
+        oldest=lambda: engine.oldest_step,
+        stall_s=stall_s(args.step_deadline),
+        token=lambda: functools.partial(_one_token, engine) if "generate" in tasks else None,
     )
+
+
+def _limit(engine: AsyncPPEngine) -> int:
+    """How many requests may be open: vLLM's own check gets the same limit, if it has none.
+
+    vLLM looks when a request comes and again when it is added, after the first byte. The gate's count knows no such
+    gap, so it is the one that refuses almost all.
+    """
+    config = engine.scheduler_config
+    if config.max_num_queued_reqs is None:
+        config.max_num_queued_reqs = defaults.most_requests(config.max_num_seqs)
+    limit: int = config.max_num_queued_reqs
+    return limit
+
+
+async def _one_token(engine: AsyncPPEngine) -> None:
+    """Let the engine generate a token of no meaning."""
+    prompt = {"prompt_token_ids": [1]}
+    async for _ in engine.generate(prompt, SamplingParams(max_tokens=1, detokenize=False), f"probe-{random_uuid()}"):
+        pass
 
 
 async def _application(args: Namespace, engine: AsyncPPEngine) -> Application:
@@ -91,9 +140,8 @@ async def _application(args: Namespace, engine: AsyncPPEngine) -> Application:
     return served
 
 
-async def _route(engine: AsyncPPEngine) -> str:
+def _route(engine: AsyncPPEngine, tasks: Collection[str]) -> str:
     """The route to try first: see `display.curl_line`."""
-    tasks = await engine.get_supported_tasks()
     if "generate" in tasks:
         tokenizer = engine.get_tokenizer() if not engine.model_config.skip_tokenizer_init else None
         return "chat" if getattr(tokenizer, "chat_template", None) else "completions"

@@ -18,6 +18,9 @@ EMBEDDED_KV_CACHE_BYTES = 512 * 1024**2
 SERVED_NAMES = {None: "SmolLM2-135M-Instruct", "default": "SmolLM2-135M-Instruct", "tiny": "tiny"}
 """Name under which an embedded model is served unless `--served-model-name` says otherwise."""
 
+QUEUE_FACTOR, QUEUE_LEAST = 8, 1024
+"""Open requests that are admitted, as a multiple of those that one step may hold, and at least."""
+
 _BF16 = re.compile(r"\b(avx512_bf16|amx_bf16|bf16)\b")
 
 
@@ -29,6 +32,14 @@ def has_fast_bf16(cpuinfo: str | None = None) -> bool:
         except OSError:
             return True
     return _BF16.search(cpuinfo) is not None
+
+
+def most_requests(max_num_seqs: int) -> int:
+    """How many requests may be open, running and waiting, where --max-num-queued-reqs says nothing. vLLM has no limit.
+
+    What waits costs memory, and a client that waits behind so many has most likely given up.
+    """
+    return max(QUEUE_FACTOR * max_num_seqs, QUEUE_LEAST)
 
 
 def apply(args: Namespace, given: Mapping[str, Any], *, model: str | None, on_cpu: bool, fast_bf16: bool) -> None:

@@ -25,7 +25,11 @@ _PHASES = {
 
 
 class Display:
-    """Writes the lines. `clock` gives seconds; the total shown at the end counts from construction."""
+    """Writes the lines. `clock` gives seconds; the total shown at the end counts from construction.
+
+    Attributes:
+        latest: the start-up phase that ended last, in words.
+    """
 
     def __init__(
         self, out: TextIO | None = None, err: TextIO | None = None, clock: Callable[[], float] = monotonic
@@ -34,6 +38,7 @@ class Display:
         self._err = sys.stderr if err is None else err
         self._clock = clock
         self._began = clock()
+        self.latest = "nothing yet"
 
     @property
     def elapsed_s(self) -> float:
@@ -51,10 +56,9 @@ class Display:
     def phase(self, name: str, rank: int | None, seconds: float) -> None:
         """A start-up phase ended, of one rank or (None) of all."""
         who = "all ranks" if rank is None else f"rank {rank}"
-        if name in ("import", "model"):
-            self.line(f"{_PHASES[name]} in {seconds:.1f} s")
-        else:
-            self.line(f"{who}: {_PHASES.get(name, name)} in {seconds:.1f} s")
+        what = _PHASES.get(name, name)
+        self.latest = what if name in ("import", "model") else f"{who}: {what}"
+        self.line(f"{self.latest} in {seconds:.1f} s")
 
     def serving(self, address: str, curl: str) -> None:
         """The server answers from now on."""

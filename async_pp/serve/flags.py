@@ -8,13 +8,16 @@ raise `ConfigError` with one line instead of leaving the process, so the caller 
 import argparse
 import difflib
 import json
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+import math
+import re
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from async_pp.core.policy import PolicyName
+from async_pp.core.recovery import ON_LOSS, Intensity
 from async_pp.errors import ConfigError
 from async_pp.serve.catalogue import Catalogue, Flag
 
@@ -31,6 +34,10 @@ CHANGED_DEFAULTS: dict[str, str | None] = {
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
+DRAIN_S = 30.0
+RESTARTS = "3-in-300"
+
+_RESTARTS = re.compile(r"(\d+)-in-(\d+(?:\.\d+)?)")
 _TYPES = {"int": int, "float": float}
 _VALUE_OF_DOTTED = "{}"
 
@@ -58,6 +65,78 @@ def add_group(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="Run on asyncio's stock event loop instead of uvloop.",
     )
+    group.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        default=DRAIN_S,
+        help="After SIGTERM or SIGINT open requests may go on for so long; what is left then ends with an error. "
+        "--shutdown-timeout, vLLM's flag, says the same.",
+    )
+    group.add_argument(
+        "--on-rank-loss",
+        choices=ON_LOSS,
+        default="replay",
+        help="When a rank dies, hangs or raises: replay starts the ranks anew and lets every request go on from the "
+        "tokens it has, fail starts them anew and ends the open requests with an error, exit ends the server with exit "
+        "code 3.",
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=restarts,
+        metavar="N-in-SECONDS",
+        default=RESTARTS,
+        help="So many restarts of the ranks are tried within so many seconds; the next loss ends the server with exit "
+        "code 3.",
+    )
+    group.add_argument(
+        "--step-deadline",
+        type=_some_seconds,
+        metavar="SECONDS",
+        default=None,
+        help="A rank that has not ended a step so long after it could begin it counts as lost. Without the flag the "
+        "deadline follows the measured times of steps: 10 times their 99th percentile, 5 s at least, 60 s at most.",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"must be a number of seconds, not {text!r}")
+    return value
+
+
+def _some_seconds(text: str) -> float:
+    if not (value := _seconds(text)):
+        raise ArgumentTypeError("must be greater than 0 seconds")
+    return value
+
+
+def restarts(text: str) -> Intensity:
+    """The limit that "N-in-SECONDS" means.
+
+    Raises:
+        ArgumentTypeError: it is not of that form, or the time is zero.
+    """
+    found = _RESTARTS.fullmatch(text)
+    if found is None or not float(found[2]):
+        raise ArgumentTypeError(f"must be like {RESTARTS}: a number of restarts and a number of seconds, not {text!r}")
+    return Intensity(int(found[1]), float(found[2]))
+
+
+def drain_s(given: Mapping[str, Any]) -> float:
+    """Seconds to drain for, by what was given: our flag or vLLM's, else our default.
+
+    Raises:
+        ConfigError: both were given and differ.
+    """
+    values = {float(given[name]) for name in ("drain_timeout", "shutdown_timeout") if name in given}
+    if len(values) > 1:
+        raise ConfigError("--drain-timeout and --shutdown-timeout are the same here: give one of them")
+    return values.pop() if values else DRAIN_S
 
 
 class _LightParser(argparse.ArgumentParser):

@@ -1,80 +1,16 @@
-"""The HTTP side: a gate in front of the application, and uvicorn without its signal handling.
-
-The gate counts open responses and, once shut, answers every new request with 503 and the reason, without touching the
-application. It knows nothing of vLLM: any ASGI application can stand behind it.
-"""
+"""uvicorn without its signal handling and without an application's lifespan, which is run beside it."""
 
 import asyncio
-import json
 import socket
-from collections.abc import Awaitable, Callable, Generator, MutableMapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+from async_pp.serve.asgi import Application, Message
 
-_ALWAYS_OPEN = ("/metrics",)
-
-
-class Gate:
-    """Lets requests through until `shut`.
-
-    Args:
-        application: what stands behind the gate.
-        refusal: asked on each request; a text means that the engine cannot serve and why. It closes the gap between a
-            failure and the moment that `shut` is called for it.
-    """
-
-    def __init__(self, application: Application, refusal: Callable[[], str | None] = lambda: None) -> None:
-        self._application = application
-        self._refusal = refusal
-        self._reason: str | None = None
-        self._open = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
-
-    @property
-    def open_responses(self) -> int:
-        """Requests let through whose responses have not ended."""
-        return self._open
-
-    def shut(self, reason: str) -> None:
-        """Refuse new requests with this reason. The first reason stays."""
-        self._reason = self._reason or reason
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        if scope["type"] not in ("http", "websocket"):
-            await self._application(scope, receive, send)
-            return
-        reason = self._reason or self._refusal()
-        if reason is not None and scope["path"] not in _ALWAYS_OPEN:
-            await _refuse(scope, send, reason)
-            return
-        self._open += 1
-        self.idle.clear()
-        try:
-            await self._application(scope, receive, send)
-        finally:
-            self._open -= 1
-            if self._open == 0:
-                self.idle.set()
-
-
-async def _refuse(scope: Scope, send: Send, reason: str) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1013, "reason": reason[:120]})
-        return
-    error = {"message": reason, "type": "ServiceUnavailableError", "param": None, "code": 503}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 503, "headers": [*headers, (b"connection", b"close")]})
-    await send({"type": "http.response.body", "body": body})
+LIFESPAN_END_S = 1.0
+"""For what an application does when it ends; then it is cancelled."""
 
 
 class HttpServer(uvicorn.Server):
@@ -85,10 +21,10 @@ class HttpServer(uvicorn.Server):
         """Leave the signal handlers alone."""
         yield
 
-    def stop_accepting(self) -> None:
-        """Close the listening sockets; open connections go on. Idempotent, and harmless before the start."""
-        for server in getattr(self, "servers", []):
-            server.close()
+    def drop_connections(self) -> None:
+        """Close all connections now, whatever of their responses is unread. Idempotent."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     async def serve_on(self, listener: socket.socket) -> None:
         """Serve until `should_exit`. Closes `listener`.
@@ -100,4 +36,37 @@ class HttpServer(uvicorn.Server):
         if listener.family != socket.AF_UNIX:
             # Inherited by accepted connections: those still closing must not keep the next server from binding.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        await self.serve(sockets=[listener])
+        try:
+            await self.serve(sockets=[listener])
+        finally:
+            for server in getattr(self, "servers", ()):  # closed already, unless this was cancelled
+                server.close()
+            self.drop_connections()  # of clients that do not read: nothing waits for them any longer
+
+
+@asynccontextmanager
+async def lifespan(application: Application) -> AsyncIterator[None]:
+    """Let an application start and end around the block. uvicorn does so only before it listens, which is too early.
+
+    Raises:
+        RuntimeError: the application says that it cannot start.
+    """
+    told: asyncio.Queue[Message] = asyncio.Queue()
+    heard: asyncio.Queue[Message] = asyncio.Queue()
+    scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}}
+    task = asyncio.ensure_future(application(scope, told.get, heard.put))
+    started = asyncio.create_task(heard.get(), name="application start")
+    try:
+        told.put_nowait({"type": "lifespan.startup"})
+        await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done() or started.result()["type"] != "lifespan.startup.complete":
+            raise RuntimeError("the HTTP application could not start") from task.exception() if task.done() else None
+        yield
+        told.put_nowait({"type": "lifespan.shutdown"})
+        await asyncio.wait({task}, timeout=LIFESPAN_END_S)
+    finally:
+        started.cancel()
+        task.cancel()
+        await asyncio.wait({task, started})
+        if not task.cancelled():
+            task.exception()  # looked at: the server has ended anyway

@@ -17,7 +17,7 @@ from typing import Any
 
 from async_pp.errors import ConfigError
 from async_pp.serve import catalogue, support
-from async_pp.serve.flags import CHANGED_DEFAULTS, light_parse
+from async_pp.serve.flags import CHANGED_DEFAULTS, DRAIN_S, drain_s, light_parse
 
 DEFAULT_PORT = 8000
 EMBEDDED = ("default", "tiny")
@@ -41,6 +41,7 @@ class Preflight:
     verbose: bool = False
     uvloop: bool = True
     unix_path: Path | None = field(default=None)
+    drain_s: float = DRAIN_S
 
     @property
     def local_model(self) -> bool:
@@ -63,6 +64,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str]) -> Preflight:
     """
     given = light_parse(argv, catalogue.load())
     support.check(given)
+    drained_s = drain_s(given)
     stages = _at_least_one(given, "pipeline_parallel_size", "--pipeline-parallel-size")
     shards = _at_least_one(given, "tensor_parallel_size", "--tensor-parallel-size")
     model = given.get("model_tag") or given.get("model")
@@ -88,6 +90,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str]) -> Preflight:
         verbose=bool(given.get("verbose", False)),
         uvloop=bool(given.get("uvloop", True)),
         unix_path=unix_path,
+        drain_s=drained_s,
     )
 
 

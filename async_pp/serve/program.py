@@ -63,17 +63,12 @@ def _with_vllm(argv: Sequence[str], known: Preflight, zygote: Zygote, show: Disp
     from async_pp.engine.vllm_seam import version
 
     version.check()
-    from vllm.usage.usage_lib import UsageContext  # vLLM's defaults for step sizes depend on it
-
-    from async_pp.engine.client import AsyncPPEngine
     from async_pp.serve import application, flags
 
     show.phase("import", None, monotonic() - began)
     args = flags.parse(argv)
     engine_args = application.configure(args, known, model)
-    engine = AsyncPPEngine.from_engine_args(
-        engine_args, UsageContext.OPENAI_API_SERVER, policy=args.policy, zygote=zygote, on_phase=show.phase
-    )
+    engine = application.make_engine(args, engine_args, zygote, show.phase)
     service = application.make_service(args, engine, known, show)
 
     async def run() -> int:

@@ -45,9 +45,12 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """From a rank: it is connected."""
+    """From a rank: it is connected. `ranks`: how many it was told there are; `version`: of this package. A rank of a
+    version that does not tell these can still be told apart."""
 
     pid: int
+    ranks: int = 0
+    version: str = ""
 
 
 class Phase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):

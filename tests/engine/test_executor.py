@@ -5,66 +5,22 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_pp.core.gather import Scope
-from async_pp.engine.executor import OnSpan, RankExecutor, RankLayout, ignore_span
 from async_pp.engine.stepping import Stepping
-from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, StartupError
-from async_pp.ranks.environment import rank_environment
+from async_pp.errors import EngineClosed, RankError, RankLost, StartupError
 from async_pp.ranks.runner import OnWorker, flush
 from async_pp.ranks.sleeping_runner import Load, StageTime
 from async_pp.ranks.spawn import Zygote
 from tests.engine.fakes import FakeScheduler, a_plan
+from tests.engine.rank_sets import Set
 
-RUNNER = "async_pp.ranks.sleeping_runner:SleepingRunner"
 REPORTING = "tests.ranks.reporting:ReportingRunner"
-
-
-class Set:
-    """A rank set and what it told."""
-
-    def __init__(self, zygote: Zygote, ranks: int = 2, runner: str = RUNNER, ranks_per_stage: int = 1) -> None:
-        self.lost: list[EngineFailed] = []
-        self.phases: list[tuple[str, int | None]] = []
-        self.on_span: OnSpan = ignore_span
-        self.outputs: list[tuple[int, Any]] = []
-        self.executor = RankExecutor(
-            RankLayout(
-                output_rank=ranks - ranks_per_stage,
-                cpus=[None] * ranks,
-                runner=runner,
-                ranks_per_stage=ranks_per_stage,
-            ),
-            zygote,
-            epoch=0,
-            on_phase=lambda name, rank, seconds: self.phases.append((name, rank)),
-            on_lost=self.lost.append,
-            on_span=lambda *span: self.on_span(*span),
-            on_output=lambda rank, output: self.outputs.append((rank, output)),
-        )
-
-    async def start(self, stage: StageTime = StageTime()) -> RankExecutor:  # noqa: B008 - frozen
-        await self.executor.start()
-        await self.executor.call(methodcaller("start", str(self.executor.runtime_dir), stage))
-        self.executor.started()
-        return self.executor
-
-    def pid(self, rank: int) -> int:
-        assert self.executor._supervisor is not None
-        return self.executor._supervisor._alive[rank].pid
-
-
-@pytest.fixture
-async def zygote() -> AsyncIterator[Zygote]:
-    made = Zygote()
-    await made.start(rank_environment(2), ["async_pp.ranks.main", "async_pp.ranks.sleeping_runner"])
-    yield made
-    await made.close()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from async_pp.channel.memory import MemoryEngineChannel
+from async_pp.ranks.board import ROW_BYTES, RankRow
 from async_pp.ranks.main import MAX_TEXT, RankLoop, describe
 from async_pp.ranks.runner import Attending, OnWorker, flush
 from async_pp.wire.frames import NO_PAYLOAD, Envelope
@@ -82,7 +83,10 @@ class Rank:
             on_reject=lambda rank, error: pytest.fail(str(error)),
         )
         self.runner = Recorder()
-        self.loop = RankLoop(self.engine.rank_end(0), self.runner, is_output=is_output, tells_spans=tells_spans)
+        self.row = RankRow(bytearray(ROW_BYTES), 0)
+        self.loop = RankLoop(
+            self.engine.rank_end(0), self.runner, self.row, is_output=is_output, tells_spans=tells_spans
+        )
         self.thread = threading.Thread(target=self.loop.run, daemon=True)  # a failed test must not hang the run
 
     async def start(self) -> "Rank":

@@ -5,6 +5,8 @@ import getpass
 import json
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -108,6 +110,27 @@ class Server:
     def client(self, timeout=60):
         """An HTTP client for it."""
         return httpx.Client(base_url=self.url, timeout=timeout)
+
+
+class Raw:
+    """A client that asks for a completion and does not read what comes."""
+
+    def __init__(self, server, body, key="none"):
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.socket.connect(("127.0.0.1", server.port))
+        content = httpx.Request("POST", server.url, json=body).content
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        self.socket.sendall(head.encode() + content)
+
+    def leave(self, how):
+        if how == "half-close":
+            self.socket.shutdown(socket.SHUT_WR)
+            return
+        if how == "reset":
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
 
 
 def _is_dead(process):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from async_pp.core.recovery import Intensity
 from async_pp.errors import ConfigError
 from async_pp.serve import catalogue, flags
 from async_pp.serve.flags import light_parse, light_parser, normalise
@@ -56,6 +57,13 @@ def test_only_what_was_given_is_in_the_result(known):
         (["--port"], "expected one argument"),
         (["--port", "http"], "invalid int value"),
         (["--dtype", "float8"], "invalid choice"),
+        (["--drain-timeout", "-1"], "number of seconds"),
+        (["--drain-timeout", "soon"], "number of seconds"),
+        (["--drain-timeout", "inf"], "number of seconds"),
+        (["--step-deadline", "0"], "greater than 0"),
+        (["--on-rank-loss", "cry"], "'replay', 'fail', 'exit'"),
+        (["--max-restarts", "3"], "must be like 3-in-300"),
+        (["--max-restarts", "3-in-0"], "must be like 3-in-300"),
         (["--config"], "--config needs"),
         (["--config", "nowhere.yaml"], "cannot be read"),
         (["--config", "flags.txt"], ".yaml"),
@@ -66,6 +74,34 @@ def test_refuses_with_one_line(known, argv, words):
         light_parse(argv, known)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_loss_means(known):
+    argv = ["--on-rank-loss", "fail", "--max-restarts", "0-in-1.5", "--step-deadline", "7", "--drain-timeout", "0"]
+    assert light_parse(argv, known) == {
+        "on_rank_loss": "fail",
+        "max_restarts": Intensity(0, 1.5),
+        "step_deadline": 7.0,
+        "drain_timeout": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "argv,seconds",
+    [
+        ([], 30.0),
+        (["--drain-timeout", "0"], 0.0),
+        (["--shutdown-timeout", "7"], 7.0),
+        (["--drain-timeout", "7.0", "--shutdown-timeout", "7"], 7.0),
+    ],
+)
+def test_time_to_drain(known, argv, seconds):
+    assert flags.drain_s(light_parse(argv, known)) == seconds
+
+
+def test_two_times_to_drain_are_refused(known):
+    with pytest.raises(ConfigError, match="give one of them"):
+        flags.drain_s(light_parse(["--drain-timeout", "7", "--shutdown-timeout", "8"], known))
 
 
 def test_a_platform_plugin_may_bring_flags(known, monkeypatch):
@@ -109,6 +145,7 @@ def test_every_flag_passes_the_light_parser(known):
 
 REAL = """
 import json, sys
+from async_pp.core.recovery import Intensity
 from async_pp.errors import ConfigError
 from async_pp.serve import catalogue, flags
 def real(argv):
@@ -129,7 +166,8 @@ for flag in catalogue.load().flags():
 plain = real([])
 out = {
     "rejected": rejected,
-    "none": [plain["model"], plain["host"], plain["uvicorn_log_level"], plain["uvloop"], plain["verbose"], plain["policy"]],
+    "none": [plain["model"], plain["host"], plain["uvicorn_log_level"], plain["uvloop"], plain["verbose"], plain["policy"],
+             plain["drain_timeout"], plain["on_rank_loss"], plain["max_restarts"].most, plain["step_deadline"]],
     "named": real(["mine"])["model"],
     "flag": real(["--model", "mine"])["model"],
     "verbose": real(["--verbose"])["uvicorn_log_level"],
@@ -155,7 +193,7 @@ def test_the_real_parser_accepts_every_flag_and_never_exits():
         "-dpm",
     }
     assert [pair for pair in out["rejected"] if pair[0] not in companions] == []
-    assert out["none"] == [None, "127.0.0.1", "warning", True, False, "balanced"]
+    assert out["none"] == [None, "127.0.0.1", "warning", True, False, "balanced", 30.0, "replay", 3, None]
     assert out["named"] == out["flag"] == "mine"
     assert out["verbose"] == "info"
     assert out["both"] == "error"

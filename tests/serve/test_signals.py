@@ -42,9 +42,9 @@ def test_first_signal_ends_cleanly(kind, number):
         assert "serving" in server.first_line
         with client.stream("GET", "/stream") as response:
             lines = response.iter_lines()
-            assert next(lines) == "first"
+            assert next(lines) == "data: first"
             server.process.send_signal(number)
-            assert list(lines) == ["aborted"]
+            assert '"code": 503' in "".join(lines)
         code, out, err = server.ended()
         assert (code, err) == (0, "")
         assert number.name in out
@@ -52,13 +52,16 @@ def test_first_signal_ends_cleanly(kind, number):
 
 def test_second_signal_ends_at_once(kind):
     with (
-        Process(kind) as server,
+        Process(kind, "--drain") as server,
         httpx.Client(base_url=server.url) as client,
-        client.stream("GET", "/stuck") as response,
+        client.stream("GET", "/stream") as response,
     ):
-        assert next(response.iter_lines()) == "first"
+        lines = response.iter_lines()
+        assert next(lines) == "data: first"
         server.process.send_signal(signal.SIGTERM)
         assert "SIGTERM: ending" in server.process.stdout.readline()
+        with httpx.Client(base_url=server.url) as other:
+            assert [other.get(path).status_code for path in ("/livez", "/readyz", "/echo")] == [200, 503, 503]
         server.process.send_signal(signal.SIGINT)
         code, out, _ = server.ended()
     assert code == 128 + signal.SIGINT
@@ -68,6 +71,7 @@ def test_second_signal_ends_at_once(kind):
 def test_signal_during_start(kind):
     with Process(kind, "--slow-start") as server:
         assert "starting" in server.first_line
+        assert [httpx.get(server.url + path).status_code for path in ("/livez", "/startupz")] == [200, 503]
         server.process.send_signal(signal.SIGTERM)
         assert server.ended()[0] == 0
 

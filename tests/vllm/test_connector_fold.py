@@ -268,6 +268,15 @@ def test_a_send_is_told_when_its_request_has_ended_and_no_longer_receives() -> N
     assert fold.open == (), "and the other is forgotten with it"
 
 
+def test_sends_of_a_request_that_the_end_of_its_load_frees_are_forgotten_with_it() -> None:
+    fold = fold_of(2, Some(receives={"r0"}))
+    fold.add(0, report(finished_sending={"r0"}, finished_recving={"r0"}), None)
+    fold.add(1, report(finished_recving={"r0"}), None)
+    kv, _ = fold.take()
+    assert kv.finished_recving == {"r0"} and kv.finished_sending is None
+    assert fold.open == (), "another request of that name would begin with a report that is not its own"
+
+
 def test_blocks_that_one_rank_failed_to_load_are_told_when_every_rank_has_ended() -> None:
     fold = fold_of(2, Some(receives={"r0", "r1"}, holds={"r0": {1, 2}, "r1": {3}}))
     fold.add(0, report(finished_recving={"r0"}, invalid_block_ids={2, 5}), None)

@@ -137,6 +137,16 @@ async def test_a_request_is_gone_when_its_consumer_is_cancelled() -> None:
         assert not any("cancelled" in request_id for request_id in scheduler.requests)
         assert len(await other) == 40
 
+        for turns in range(40):  # at each await on the way in, and between steps
+            consumer = asyncio.create_task(consume())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            consumer.cancel()
+            await asyncio.wait({consumer})
+            assert consumer.cancelled()
+            assert not scheduler.requests
+            assert not running.output_processor.request_states
+
         begun.clear()
         consumer = asyncio.create_task(consume())
         await begun.wait()

@@ -14,6 +14,7 @@ import pytest
 
 from async_pp.core.recovery import Intensity
 from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, RequestLost
+from tests.vllm.adapters import NAMES
 from tests.vllm.cases import BASE, COMMON, text
 from tests.vllm.drive import differences, run_case
 from tests.vllm.engines import engine, tiny, tokens
@@ -141,7 +142,7 @@ async def test_a_utility_that_was_under_way_fails_and_adapters_come_back(tmp_pat
     from tests.vllm.drive import lora_request
 
     async with engine(**PP2, enable_lora=True, max_lora_rank=8) as running:
-        adapter = lora_request("one", tiny(), tmp_path)
+        adapter = lora_request(next(iter(NAMES)), tiny(), tmp_path)
         assert await running.add_lora(adapter)
         bent = await tokens(running, "bent", lora_request=adapter)
         with pytest.raises(EngineFailed, match="rank 1 ended"):
@@ -206,13 +207,16 @@ async def test_when_no_restart_is_left_every_stream_ends_with_the_error() -> Non
 
 
 async def test_closing_in_the_middle_of_a_restart_leaves_nothing() -> None:
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
     async with engine(**PP2) as running:
         added = called(running.engine_core, "add_request_async")
         open_one = asyncio.create_task(tokens(running, "open", 400))
         await added.wait()
         await lost(running, 1)
-    with pytest.raises(EngineClosed):
+    with pytest.raises(EngineGenerateError) as caught:
         await open_one
+    assert isinstance(caught.value.__cause__, EngineClosed)
 
 
 @pytest.mark.parametrize("phase", ["device", pytest.param("load", marks=pytest.mark.slow)])

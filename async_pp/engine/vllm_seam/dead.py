@@ -5,7 +5,7 @@ from http import HTTPStatus
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from async_pp.errors import EngineFailed, RankError, RankLost, RequestLost, StartupError
+from async_pp.errors import EngineFailed, RankError, RankHung, RankLost, RequestLost, StartupError
 
 
 class DeadEngine(EngineFailed, EngineDeadError):
@@ -14,6 +14,10 @@ class DeadEngine(EngineFailed, EngineDeadError):
 
 class DeadRankLost(RankLost, DeadEngine):
     """A `RankLost` that vLLM's code recognises."""
+
+
+class DeadRankHung(RankHung, DeadEngine):
+    """A `RankHung` that vLLM's code recognises."""
 
 
 class DeadRankError(RankError, DeadEngine):
@@ -30,6 +34,8 @@ def as_dead(error: BaseException, *, epoch: int, step: int | None, request_ids: 
     match error:
         case RankLost():
             dead = DeadRankLost(error.message, exit_status=error.exit_status)
+        case RankHung():
+            dead = DeadRankHung(error.message, deadline_s=error.deadline_s)
         case RankError():
             dead = DeadRankError(error.message, traceback=error.traceback)
         case StartupError():

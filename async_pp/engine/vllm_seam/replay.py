@@ -10,7 +10,8 @@ resumed request as of a new one anyhow; for the others the first step of such a 
 (`Restored`).
 
 A suspect of the loss comes back alone: the next one is added when the last one's tokens are scheduled to their end, so
-that no step carries two that have not come through one.
+that no step carries two that have not come through one. With asynchronous scheduling it may decode before its first
+token has come: there the next one waits for that token.
 """
 
 import dataclasses
@@ -72,7 +73,9 @@ class Replay:
         self._core = core
         self._unknown: set[str] = set()  # with tokens of which this rank set has not been told
         self._suspects: dict[str, Request] = {}  # not added yet
-        self._trying: str | None = None
+        self._trying: Request | None = None  # the suspect added last
+        self._tokens = 0  # that it had
+        self._ahead: bool = core.vllm_config.scheduler_config.async_scheduling
 
     @property
     def waiting(self) -> Mapping[str, Request]:
@@ -91,11 +94,12 @@ class Replay:
         """Add the next suspect if the last one's step is planned, or it has ended."""
         scheduler = self._core.scheduler
         while self._suspects:
-            trying = scheduler.requests.get(self._trying)
-            if trying is not None and trying.num_computed_tokens < trying.num_tokens:
+            trying = self._trying
+            if trying is not None and trying.request_id in scheduler.requests and not self._through(trying):
                 return
-            self._trying = next(iter(self._suspects))
-            self._add(self._suspects.pop(self._trying))
+            self._trying = self._suspects.pop(next(iter(self._suspects)))
+            self._tokens = self._trying.num_output_tokens
+            self._add(self._trying)
 
     def drop(self, request_ids: Iterable[str]) -> list[str]:
         """Take out those that have not been added yet. Returns their ids."""
@@ -110,6 +114,11 @@ class Replay:
         requests = self._core.scheduler.requests
         groups = len(self._core.scheduler.kv_cache_config.kv_cache_groups)
         return Restored([_known(requests[name], groups) for name in sorted(names)], output)
+
+    def _through(self, request: Request) -> bool:
+        if self._ahead:
+            return bool(request.num_output_tokens > self._tokens)
+        return bool(request.num_computed_tokens >= request.num_tokens)
 
     def _add(self, request: Request) -> None:
         if request.status == RequestStatus.PREEMPTED:
