@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
@@ -114,12 +114,13 @@ class Server:
         """Stop it: SIGTERM, then, after bounded time, SIGKILL to all of its processes."""
         if self._process is not None:
             family = self.processes()
+            sessions = {self._process.pid, *filter(None, map(_session, family))}
             mapped = shared_memory(family)
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_LIMIT_S)
             psutil.wait_procs(family, CHILDREN_LIMIT_S)
-            late = {process for process in [*family, *self._strangers()] if _runs(process)}
+            late = {process for process in [*family, *_members(sessions)] if _runs(process)}
             killed = tuple(sorted(_title(process) for process in late))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -141,15 +142,6 @@ class Server:
             return [leader, *leader.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
-
-    def _strangers(self) -> list[psutil.Process]:
-        """Processes that inherited the server's folder but are not below it any more."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("TMPDIR") == self._folder.name:
-                    found.append(process)
-        return found
 
     def last_words(self) -> str:
         """The end of what it has printed."""
@@ -188,6 +180,17 @@ class Server:
             raise BenchFailed(f"the server ended with {code} before it {what}\n{self.last_words()}")
         if time.monotonic() > deadline:
             raise BenchFailed(f"the server had not {what} after {START_LIMIT_S} s\n{self.last_words()}")
+
+
+def _session(process: psutil.Process) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(process.pid)
+    return None
+
+
+def _members(sessions: Collection[int]) -> list[psutil.Process]:
+    """Processes of these sessions: also those that are below nobody of them any more."""
+    return [process for process in psutil.process_iter() if _session(process) in sessions]
 
 
 def _runs(process: psutil.Process) -> bool:
