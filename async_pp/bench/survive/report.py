@@ -49,11 +49,14 @@ def _restarts(timed: Restarts) -> list[str]:
 
 
 def _kills(title: str, kills: list[Kill]) -> str:
-    noticed = [kill.noticed_s for kill in kills if kill.noticed_s is not None]
-    return (
-        f"  {title:8} others ended {_both(noticed, 3)}   next token {_both((kill.first_s for kill in kills), 2)}"
-        f"   all streams {_both((kill.all_s for kill in kills), 2)}   kills {len(kills)}"
-    )
+    others = [kill.others_gone_s for kill in kills if kill.others_gone_s is not None]
+    figures = {
+        "ended": _both((kill.gone_s for kill in kills), 3),
+        "others ended": _both(others, 3),
+        "next token": _both((kill.first_s for kill in kills), 2),
+        "all streams": _both((kill.all_s for kill in kills), 2),
+    }
+    return f"  {title:7} " + "  ".join(f"{name} {figure}" for name, figure in figures.items())
 
 
 def _both(values: Iterable[float], digits: int) -> str:

@@ -27,13 +27,15 @@ class Kill:
 
     Attributes:
         rank: which.
-        noticed_s: the last of the other ranks had been ended. None where there is no other one.
+        gone_s: its process had ended: the kernel takes its memory back first, and tells nobody before.
+        others_gone_s: the engine had noticed, and the others had been ended. None where there is no other one.
         first_s: the first token that came afterwards, of any stream.
         all_s: every stream that was open had got a token, or had ended.
     """
 
     rank: int
-    noticed_s: float | None
+    gone_s: float
+    others_gone_s: float | None
     first_s: float
     all_s: float
 
@@ -115,19 +117,22 @@ async def _kill(client: Client, ledger: Ledger, running: Server, rank: int) -> K
             pids = faults.ranks(await asyncio.to_thread(running.processes))
             if rank not in pids:
                 raise BenchFailed(f"rank {rank} is not there to be killed\n{running.last_words()}")
-            others = [asyncio.create_task(faults.ended(pid)) for other, pid in pids.items() if other != rank]
             open_requests = [request for request in ledger.requests if request.outcome is None]
             client.listen()
-            killed_s = time.monotonic()
-            faults.do("die", pids[rank])
-            noticed_s = [await other for other in others]
+            async with asyncio.TaskGroup() as watching:
+                ends = {other: watching.create_task(faults.ended(pid)) for other, pid in pids.items()}
+                await asyncio.sleep(0)  # they look before there is anything to see
+                killed_s = time.monotonic()
+                faults.do("die", pids[rank])
             await client.until(lambda: all(request.outcome is not None for request in open_requests))
     except TimeoutError:
         raise BenchFailed(f"streams hang after a kill of rank {rank}\n{running.last_words()}") from None
     quiet = silence(killed_s, client.heard(), {request.number for request in open_requests})
     if quiet is None:
         raise BenchFailed(f"no token came after a kill of rank {rank}\n{running.last_words()}")
-    return Kill(rank, max(noticed_s) - killed_s if noticed_s else None, quiet.first_s, quiet.all_s)
+    gone_s = {other: end.result() - killed_s for other, end in ends.items()}
+    own_s = gone_s.pop(rank)
+    return Kill(rank, own_s, max(gone_s.values(), default=None), quiet.first_s, quiet.all_s)
 
 
 def _under_way(ledger: Ledger) -> bool:
