@@ -16,8 +16,8 @@ from async_pp.bench import BenchFailed
 from async_pp.bench.survive.ledger import Ledger, Prompt, Request, undisturbed
 from async_pp.bench.systems import SERVED_NAME
 
-HANG_S = 120.0
-"""A stream that brings nothing for so long hangs: more than a frozen rank, its restart and a queue may take."""
+HANG_S = 300.0
+"""A stream that brings nothing for so long hangs: frozen ranks, up to a minute each, and restarts may follow each other."""
 
 REFUSED_S = 0.2
 """Before the next request where one was refused: a server that is busy is not helped by being asked at once."""
