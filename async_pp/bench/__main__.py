@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from async_pp.bench import BenchFailed, settings, simulate, stopping
+from async_pp.bench import BenchFailed, settings, simulate, soak, stopping
 from async_pp.bench.pipeline import settings as pipeline
 from async_pp.bench.survive import settings as survive
 from async_pp.errors import ConfigError
@@ -18,7 +18,7 @@ from async_pp.errors import ConfigError
 EXIT_CONFIG = 1
 EXIT_FAILED = 3
 
-COMMANDS = (settings, pipeline, simulate, survive)
+COMMANDS = (settings, pipeline, simulate, soak, survive)
 """Modules with a command: `add_command(commands)` adds its parser, whose `run` default takes arguments and progress."""
 
 

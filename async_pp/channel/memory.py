@@ -31,6 +31,10 @@ class _Line:
     dead: bool = False
     late_by: int = 0
     corrupt: int = 0
+    drop: int = 0
+    replay: int = 0
+    reorder: int = 0
+    overtaken: Frame | None = None
 
 
 class MemoryEngineChannel:
@@ -111,6 +115,18 @@ class MemoryEngineChannel:
         """One bit of each of its next frames is wrong."""
         self._lines[rank].corrupt = frames
 
+    def drop(self, rank: int, frames: int = 1) -> None:
+        """Its next frames are lost on the way."""
+        self._lines[rank].drop = frames
+
+    def replay(self, rank: int, frames: int = 1) -> None:
+        """Each of its next frames arrives twice."""
+        self._lines[rank].replay = frames
+
+    def reorder(self, rank: int, frames: int = 1) -> None:
+        """Its next frame is overtaken by the one after it, so many times."""
+        self._lines[rank].reorder = frames
+
     def die(self, rank: int) -> None:
         """The rank is gone, with what it had not delivered."""
         line = self._lines[rank]
@@ -131,12 +147,7 @@ class MemoryEngineChannel:
         line = self._lines[rank]
         if line.dead:
             return
-        if line.corrupt:
-            line.corrupt -= 1
-            damaged = bytearray(frame[1])
-            damaged[-1] ^= 1
-            frame = [frame[0], damaged, *frame[2:]]
-        line.held_in.append(frame)
+        line.held_in.extend(_on_its_way(line, frame))
         self._release(rank, line)
 
     def _release(self, rank: int, line: _Line) -> None:
@@ -151,6 +162,29 @@ class MemoryEngineChannel:
 
     def _sealer(self, rank: int, direction: Direction) -> Sealer:
         return Sealer(self._keys[rank], epoch=self._epoch, direction=direction, rank=rank, limits=self._limits)
+
+
+def _on_its_way(line: _Line, frame: Frame) -> list[Frame]:
+    """What arrives when a frame is sent."""
+    if line.drop:
+        line.drop -= 1
+        return []
+    if line.corrupt:
+        line.corrupt -= 1
+        damaged = bytearray(frame[1])
+        damaged[-1] ^= 1
+        return [[frame[0], damaged, *frame[2:]]]
+    if line.replay:
+        line.replay -= 1
+        return [frame, frame]
+    if line.overtaken is not None:
+        overtaken, line.overtaken = line.overtaken, None
+        return [frame, overtaken]
+    if line.reorder:
+        line.reorder -= 1
+        line.overtaken = frame
+        return []
+    return [frame]
 
 
 class MemoryRankChannel:

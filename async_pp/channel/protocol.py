@@ -11,7 +11,8 @@ OnMessage = Callable[[int, Envelope], None]
 """Called on the loop with the rank and what it said, in the order it was said."""
 
 OnReject = Callable[[int | None, WireError], None]
-"""Called on the loop with the rank (None: nobody known) and why its frame was refused."""
+"""Called on the loop with the rank and why its frame was refused: an answer of it is lost. The rank is None when the
+frame came from somebody who is no rank: that concerns nobody."""
 
 
 class RankUnreachable(AsyncPPError):

@@ -3,11 +3,15 @@
 The engine binds and the ranks connect, so frames of a dead rank can never reach its successor: each life of a rank has
 an identity of its own. ROUTER_MANDATORY turns a send to nobody into an error instead of silence.
 
+The identity comes from the rank's key, so nobody else can take a rank's place on the socket: what is refused under a
+rank's identity is a frame of that rank that was damaged, and what is refused without one concerns no rank.
+
 The descriptor of a ZMQ socket is edge-triggered and covers both directions: after it fired, and after every send, the
 socket's events must be asked for and read until nothing is left, or a message waits unseen.
 """
 
 import asyncio
+import hmac
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +31,10 @@ DRAIN_AT_ONCE = 64
 """Messages handled per wake-up before other callbacks of the loop get their turn."""
 
 
-def identity(epoch: int, rank: int) -> bytes:
-    """Name of one life of a rank on the socket."""
-    return f"{epoch}:{rank}".encode()
+def identity(key: bytes, epoch: int, rank: int) -> bytes:
+    """Name of one life of a rank on the socket; who does not have its key cannot tell it."""
+    # A name that begins with a zero byte would be one of those that ZMQ gives itself.
+    return b"r" + hmac.digest(key, f"identity of rank {rank} in epoch {epoch}".encode(), "sha256")
 
 
 class ZmqEngineChannel:
@@ -59,7 +64,7 @@ class ZmqEngineChannel:
         self._limits = limits
         self._on_message = on_message
         self._on_reject = on_reject
-        self._ranks = {identity(epoch, rank): rank for rank in keys}
+        self._ranks = {identity(key, epoch, rank): rank for rank, key in keys.items()}
         self._identities = {rank: name for name, rank in self._ranks.items()}
         self._sealers = {
             rank: Sealer(key, epoch=epoch, direction=Direction.TO_RANK, rank=rank, limits=limits)

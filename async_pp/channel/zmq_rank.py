@@ -34,7 +34,7 @@ class ZmqRankChannel:
             (zmq.MAXMSGSIZE, limits.max_payload_bytes),
         ):
             self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.IDENTITY, identity(epoch, rank))
+        self._socket.setsockopt(zmq.IDENTITY, identity(key, epoch, rank))
         self._socket.connect(endpoint)
 
     def recv(self) -> Envelope:

@@ -8,8 +8,6 @@ ends with the same error. Cancelling whoever awaits a future never cancels the s
 import asyncio
 import itertools
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from async_pp.engine.launch import StartDeadlines, launch
 from async_pp.engine.watch import StartWatch, StepWatch
 from async_pp.errors import EngineClosed, EngineFailed, StartupError, WireError
 from async_pp.ranks.board import Board
+from async_pp.ranks.folder import RuntimeFolder, sweep
 from async_pp.ranks.main import Bootstrap
 from async_pp.ranks.runner import Attending
 from async_pp.ranks.spawn import RankSpec, Zygote
@@ -53,8 +52,6 @@ CLOSE_DEADLINE_S = 5.0
 RAISED_S = 2 * STATUS_DEADLINE_S
 """How long an error of a rank waits for the death of another, which may be its cause: of a process that ends, the
 kernel closes the sockets before it tells the end."""
-
-SHARED_MEMORY = Path("/dev/shm")
 
 OnPhase = Callable[[str, int | None, float], None]
 """Start-up progress: phase, rank (None: all of them), seconds it took."""
@@ -138,7 +135,7 @@ class RankExecutor:
         self.epoch = epoch
         self.cause: Exception | None = None
         self._failures = Failures(epoch)
-        self.rejected_frames = 0
+        self.rejected_frames = 0  # refused on the socket, whoever sent them
         self._zygote = zygote
         self._on_phase = on_phase
         self._on_lost = on_lost
@@ -163,16 +160,16 @@ class RankExecutor:
         self._loading = set(range(layout.ranks))
         self._hellos: Pending[int, int] = Pending()
         self._numbers = itertools.count()
-        self._runtime_dir: Path | None = None
+        self._folder: RuntimeFolder | None = None
         self._channel: ZmqEngineChannel | None = None
         self._supervisor: Supervisor | None = None
 
     @property
     def runtime_dir(self) -> Path:
         """Private folder (mode 0700) of this epoch: socket and rendezvous files."""
-        if self._runtime_dir is None:
+        if self._folder is None:
             raise EngineClosed("the rank set has not been started")
-        return self._runtime_dir
+        return self._folder.path
 
     async def start(self) -> None:
         """Spawn the ranks and wait until each has said hello. On any failure nothing is left behind.
@@ -191,10 +188,12 @@ class RankExecutor:
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._runtime_dir = Path(tempfile.mkdtemp(prefix="async_pp-"))
+        if self.epoch == 0:
+            await asyncio.to_thread(sweep)
+        await self._make_folder()
         keys = {rank: secrets.token_bytes(32) for rank in range(self.layout.ranks)}
         self._channel = ZmqEngineChannel(
-            self._runtime_dir,
+            self.runtime_dir,
             keys,
             epoch=self.epoch,
             limits=Limits(),
@@ -203,7 +202,7 @@ class RankExecutor:
         )
         await self._channel.start()
         self._supervisor = Supervisor(on_death=self._rank_died)
-        self._board = Board(self._runtime_dir / "board", self.layout.ranks)
+        self._board = Board(self.runtime_dir / "board", self.layout.ranks)
         await launch(
             [self._spec(rank, key) for rank, key in keys.items()],
             {rank: self._hellos.expect(rank) for rank in keys},
@@ -215,6 +214,13 @@ class RankExecutor:
         self._on_phase("spawn", None, loop.time() - began)
         self._failures.phase = "load"
         self._start_watch.begin(self._start_deadlines.load_s)
+
+    async def _make_folder(self) -> None:
+        made = False
+        while not made:
+            self._folder = RuntimeFolder.named()
+            await self._zygote.keep(self._folder.path)
+            made = self._folder.make()
 
     def _spec(self, rank: int, key: bytes) -> RankSpec:
         assert self._channel is not None
@@ -250,15 +256,16 @@ class RankExecutor:
         """Start-up is over: from here on a dead rank is a `RankLost`, not a `StartupError`."""
         self._failures.phase = RUNNING
         self._start_watch.stop()
-        self._unlink_shared_memory()
+        if self._folder is not None:
+            self._folder.unlink_shared_memory()
 
     def forget_names(self) -> None:
         """Remove the folder while the ranks go on: sockets, pipes and process groups are open and need no name.
 
         For an owner that may be killed without a chance to close.
         """
-        self._unlink_shared_memory()
-        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
 
     def execute(
         self, step: int, work: Any, *, grammar: Any, sample: SampleMode, scope: Scope
@@ -313,8 +320,8 @@ class RankExecutor:
         """
         channel = self._open_channel()
         number = next(self._numbers)
-        futures = [self._calls.expect((number, rank)) for rank in range(self.layout.ranks)]
         payload = Payload.dump(function)
+        futures = [self._calls.expect((number, rank)) for rank in range(self.layout.ranks)]
         try:
             self._send_all(channel, Call(call=number), payload)
             self._watch.call(number, patient=True)
@@ -385,14 +392,8 @@ class RankExecutor:
         if self._board is not None:
             self._board.close()
             self._board = None
-        if self._runtime_dir is not None:
-            self._unlink_shared_memory()
-            shutil.rmtree(self._runtime_dir, ignore_errors=True)
-
-    def _unlink_shared_memory(self) -> None:
-        """Take the names away: once every rank has mapped it the memory lives without, and no death can leave it."""
-        for path in SHARED_MEMORY.glob(f"{self.runtime_dir.name}-*"):
-            path.unlink(missing_ok=True)
+        if self._folder is not None:
+            self._folder.remove()
 
     def _send_all(self, channel: ZmqEngineChannel, message: ToRank, payload: Payload) -> None:
         """Send to every rank. One that is not there any more is left out: its end is about to be told."""
@@ -413,8 +414,8 @@ class RankExecutor:
             self._start_watch.moved()
         try:
             self._take(rank, envelope)
-        except WireError as error:
-            self._broke_off(rank, f"sent what cannot be read: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, what the rank said is lost
+            self._unreadable(rank, error)
 
     def _take(self, rank: int, envelope: Envelope) -> None:
         match envelope.message:
@@ -475,7 +476,19 @@ class RankExecutor:
             self._raised = asyncio.get_running_loop().call_later(RAISED_S, self.lose, error)
 
     def _reject(self, rank: int | None, error: WireError) -> None:
+        """A frame was refused. A rank's own is one that it sent and that will not come: nothing else tells of it.
+
+        A frame of somebody who is no rank is counted and changes nothing, however many come.
+        """
         self.rejected_frames += 1
+        if rank is not None:
+            self._unreadable(rank, error)
+
+    def _unreadable(self, rank: int, error: Exception) -> None:
+        said = str(error) if isinstance(error, WireError) else repr(error)
+        failure = self._failures.broke_off(rank, f"sent what cannot be read: {said}", self.step_of(rank))
+        failure.__cause__ = error
+        self.lose(failure)
 
     def _rank_died(self, rank: int, status: str) -> None:
         self.lose(self._failures.ended(rank, status, self.step_of(rank)))

@@ -13,11 +13,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from async_pp.errors import EngineClosed, StartupError
-from async_pp.ranks.zygote import Answer, Exited, Fork, Forked
+from async_pp.ranks.zygote import Answer, Exited, Fork, Forked, Keep, Kept, Request
 
 CLOSE_DEADLINE_S = 1.0
 
@@ -84,6 +86,7 @@ class Zygote:
         self._numbers = itertools.count()
         self._forking: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._running: dict[int, asyncio.Future[str]] = {}
+        self._keeping: dict[int, asyncio.Future[None]] = {}
         self._gone = False
 
     @property
@@ -124,6 +127,28 @@ class Zygote:
         if self._process is None:
             self.launch(env, preload)
 
+    async def keep(self, folder: Path) -> None:
+        """Have a folder and the shared memory of its name removed when this process ends without doing so.
+
+        Returns when the process that does it is there and knows: what is made from then on is not left behind.
+
+        Raises:
+            StartupError: the zygote has ended.
+        """
+        self._attach()
+        number = next(self._numbers)
+        self._keeping[number] = kept = asyncio.get_running_loop().create_future()
+        try:
+            assert self._control is not None
+            self._control.send(_encoded(Keep(number, str(folder))))
+        except OSError as error:
+            self._keeping.pop(number)
+            raise self._ended(None) from error
+        try:
+            await kept
+        except EngineClosed:
+            raise self._ended(None) from None
+
     async def spawn(self, spec: RankSpec) -> RankProcess:
         """Fork a rank. Cancelled, it leaves none behind.
 
@@ -132,7 +157,7 @@ class Zygote:
         """
         self._attach()
         number = next(self._numbers)
-        request = msgspec.msgpack.encode(Fork(number, spec.name, spec.target, spec.cpus, dict(spec.env)))
+        request = _encoded(Fork(number, spec.name, spec.target, spec.cpus, dict(spec.env)))
         loop = asyncio.get_running_loop()
         self._forking[number] = forked = loop.create_future()
         self._running[number] = ended = loop.create_future()
@@ -224,19 +249,30 @@ class Zygote:
                 if ended is not None and not ended.done():
                     ended.set_result(in_words(status))
 
+            case Kept(number=number):
+                kept = self._keeping.pop(number)
+                if not kept.done():
+                    kept.set_result(None)
+
     def _fail(self) -> None:
-        for forked in self._forking.values():
-            if not forked.done():
-                forked.set_exception(EngineClosed("the zygote has ended"))
-                forked.exception()
+        waiting: list[asyncio.Future[Any]] = [*self._forking.values(), *self._keeping.values()]
+        for answer in waiting:
+            if not answer.done():
+                answer.set_exception(EngineClosed("the zygote has ended"))
+                answer.exception()
         for ended in self._running.values():
             if not ended.done():
                 ended.set_result("unknown: the process that forked it has ended")
         self._forking.clear()
+        self._keeping.clear()
         self._running.clear()
 
     def _ended(self, rank: int | None) -> StartupError:
         return StartupError("the zygote that forks the ranks has ended", phase="spawn", rank=rank)
+
+
+def _encoded(request: Request) -> bytes:
+    return msgspec.msgpack.encode(request)
 
 
 def _memory_file(content: bytes) -> int:

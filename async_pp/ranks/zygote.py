@@ -4,10 +4,12 @@ Importing vLLM costs 8 to 18 s of CPU per process; a fork costs milliseconds. Th
 a rank needs (see `environment`), stays single-threaded, starts no OpenMP region, and does nothing but fork and reap.
 
 It speaks over one socket (SOCK_SEQPACKET). A request is a `Fork` with two descriptors: the memory file that holds the
-rank's bootstrap, and its lifeline. The answers are `Forked`, with the rank's pidfd, and later `Exited`.
+rank's bootstrap, and its lifeline. The answers are `Forked`, with the rank's pidfd, and later `Exited`. The other
+request is `Keep`, answered by `Kept`: a folder that must not outlive the main process.
 
 Lifelines hang up when the main process ends, unless a child that it forked still holds their other ends. So the zygote
-also watches the main process itself, and the kernel kills the ranks when the zygote ends.
+also watches the main process itself, and the kernel kills the ranks when the zygote ends. Before it ends it removes the
+folders that it was given: a main process that was killed could not.
 """
 
 import contextlib
@@ -22,17 +24,21 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import msgspec
 
+from async_pp.ranks.folder import remove
 from async_pp.ranks.lifeline import hold
 
 MAX_REQUEST_BYTES = 1 << 16
+LAST_REAP_S = 0.5
+"""How long the end of a killed rank is waited for before its folder is removed."""
 PR_SET_PDEATHSIG = 1
 
 
-class Fork(msgspec.Struct, frozen=True):
+class Fork(msgspec.Struct, frozen=True, tag="fork"):
     """Request: fork a rank. Descriptors: bootstrap, lifeline."""
 
     number: int
@@ -40,6 +46,13 @@ class Fork(msgspec.Struct, frozen=True):
     target: str
     cpus: tuple[int, ...] | None
     env: dict[str, str]
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """Request: remove this folder, and the shared memory of its name, when the main process has ended."""
+
+    number: int
+    folder: str
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):
@@ -56,7 +69,14 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     status: int
 
 
-Answer = Forked | Exited
+class Kept(msgspec.Struct, frozen=True, tag="kept"):
+    """Answer: it will be removed."""
+
+    number: int
+
+
+Request = Fork | Keep
+Answer = Forked | Exited | Kept
 
 
 def main(argv: Sequence[str]) -> None:
@@ -80,6 +100,7 @@ class _Zygote:
         self._lifeline = lifeline
         self._pid = os.getpid()
         self._numbers: dict[int, int] = {}  # pid -> request number
+        self._folders: list[Path] = []
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         os.set_blocking(self._woken, False)
@@ -87,26 +108,42 @@ class _Zygote:
     def run(self) -> None:
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore)
+        signal.signal(signal.SIGIO, _ignore)  # the main process's end is no longer this one's: there is work to do
+        control, ends = self._control.fileno(), {self._parent, self._lifeline}
         while True:
-            control = self._control.fileno()
-            ready, _, _ = select.select([control, self._woken, self._parent], [], [])
+            ready, _, _ = select.select([control, self._woken, *ends], [], [])
             if self._woken in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._woken, 4096)
                 self._reap()
-            if self._parent in ready or (control in ready and not self._serve()):
-                self._reap()  # ranks that have ended must not stay zombies where nobody adopts them
+            if ends & set(ready) or (control in ready and not self._serve()):
+                self._end()
                 return
+
+    def _end(self) -> None:
+        """End the ranks, reap them where nobody adopts zombies, and remove what the main process may have left."""
+        for pid in self._numbers:
+            os.kill(pid, signal.SIGKILL)
+        self._reap()
+        while self._numbers and select.select([self._woken], [], [], LAST_REAP_S)[0]:
+            self._reap()
+        for folder in self._folders:
+            remove(folder)
 
     def _serve(self) -> bool:
         try:
-            request, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, 2)
+            packet, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, 2)
         except ConnectionResetError:  # closed with an answer of ours unread
             return False
-        if not request:
+        if not packet:
             return False
-        bootstrap, lifeline = fds
-        fork = msgspec.msgpack.decode(request, type=Fork)
+        match msgspec.msgpack.decode(packet, type=Request):
+            case Keep(number=number, folder=folder):
+                self._folders.append(Path(folder))
+                self._answer(Kept(number), [])
+            case Fork() as fork:
+                self._fork(fork, *fds)
+        return True
+
+    def _fork(self, fork: Fork, bootstrap: int, lifeline: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -118,9 +155,10 @@ class _Zygote:
         pidfd = os.pidfd_open(pid)
         self._answer(Forked(fork.number, pid), [pidfd])
         os.close(pidfd)
-        return True
 
     def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
         while self._numbers:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -190,3 +228,6 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking down what was imported, object by object, would take seconds

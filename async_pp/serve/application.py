@@ -28,6 +28,7 @@ from async_pp.ranks.spawn import Zygote
 from async_pp.serve import defaults, support
 from async_pp.serve.asgi import Application
 from async_pp.serve.display import Display, curl_line
+from async_pp.serve.headers import BoundedHeaders
 from async_pp.serve.lifecycle import Service
 from async_pp.serve.preflight import Preflight
 from async_pp.serve.probes import stall_s
@@ -166,6 +167,7 @@ def _http_config(args: Namespace, application: Application) -> uvicorn.Config:
     }
     return uvicorn.Config(
         application,
+        http=BoundedHeaders,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,

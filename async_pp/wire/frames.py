@@ -154,13 +154,16 @@ class Opener(_Side):
             LimitExceeded: too many parts, or too large; refused before the seal is computed.
             BadSeal: the seal does not match.
             StaleEpoch: sealed right, for another epoch.
-            BadFrame: sealed right, but of the wrong shape, direction, rank, order or content.
+            BadFrame: too few parts, or a header of another size than they need; or sealed right, but of the wrong
+                lengths, direction, rank, order or content.
         """
         if len(parts) < 3:
             raise BadFrame(f"a frame has at least 3 parts, not {len(parts)}")
         *signed, seal = parts
         lengths = [memoryview(part).nbytes for part in signed[1:]]
         _check_limits(lengths, self._limits)
+        if memoryview(signed[0]).nbytes != _HEAD.size + _LENGTH.size * len(lengths):
+            raise BadFrame("the header does not fit the parts")
         if not hmac.compare_digest(self._digest(signed), bytes(seal[: SEAL_BYTES + 1])):
             raise BadSeal("the seal does not match")
         self._check_head(bytes(signed[0]), lengths)
@@ -173,8 +176,6 @@ class Opener(_Side):
 
     def _check_head(self, head: bytes, lengths: Sequence[int]) -> None:
         """The header of a frame whose seal is right. The lengths in it fix where each part ends."""
-        if len(head) != _HEAD.size + _LENGTH.size * len(lengths):
-            raise BadFrame("the header does not fit the parts")
         magic, direction, rank, epoch, sequence, count = _HEAD.unpack_from(head)
         if magic != MAGIC:
             raise BadFrame(f"unknown format {magic!r}: the other side runs another version")

@@ -11,10 +11,8 @@ class Limits:
         max_parts: payload parts (a pickle and its out-of-band buffers).
         max_message_bytes: the encoded message.
         max_payload_bytes: all payload parts together.
-        max_text: characters of a text field in a message.
     """
 
     max_parts: int = 4096
     max_message_bytes: int = 1 << 17
     max_payload_bytes: int = 1 << 30
-    max_text: int = 1 << 15

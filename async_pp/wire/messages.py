@@ -2,6 +2,8 @@
 
 A message says what is meant; what it carries (a scheduler's plan, a callable, an answer) travels beside it as payload
 parts of the same frame and is decoded only when somebody asks for it.
+
+Unknown fields are refused: a decoder that skips them would follow any nesting that they hold.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ SPANS = 16
 every step and stage."""
 
 
-class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):
+class Execute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="execute"):
     """To a rank: run one step. Payload: (plan, grammar bitmask or None)."""
 
     step: int
@@ -28,23 +30,23 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):
     reply: ReplyScope
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
+class Sample(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="sample"):
     """To a rank: sample the step that was sent with "later". Payload: grammar bitmask or None."""
 
     step: int
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+class Call(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="call"):
     """To a rank: apply a callable to the runner. Payload: the callable."""
 
     call: int
 
 
-class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+class Close(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="close"):
     """To a rank: end."""
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="hello"):
     """From a rank: it is connected. `ranks`: how many it was told there are; `version`: of this package. A rank of a
     version that does not tell these can still be told apart."""
 
@@ -53,14 +55,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     version: str = ""
 
 
-class Phase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):
+class Phase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="phase"):
     """From a rank: a start-up phase is done, after so many seconds."""
 
     name: str
     seconds: float
 
 
-class StepReply(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+class StepReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="step"):
     """From a rank: a step's answer, and when it had the step's inputs and was done (monotonic seconds). Payload: the
     answer."""
 
@@ -69,19 +71,19 @@ class StepReply(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     ended_s: float
 
 
-class Reported(msgspec.Struct, frozen=True, array_like=True, tag="reported"):
+class Reported(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="reported"):
     """From a rank: what its connectors report with a step that it does not answer. Payload: the output."""
 
     step: int
 
 
-class Spans(msgspec.Struct, frozen=True, array_like=True, tag="spans"):
+class Spans(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="spans"):
     """From a rank: the same two times of steps that it did not answer, as (step, began_s, ended_s)."""
 
     spans: Sequence[tuple[int, float, float]]
 
 
-class StepFailed(msgspec.Struct, frozen=True, array_like=True, tag="step-failed"):
+class StepFailed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="step-failed"):
     """From a rank: a step raised. `kind` is the error's class name, `text` its traceback."""
 
     step: int
@@ -89,13 +91,13 @@ class StepFailed(msgspec.Struct, frozen=True, array_like=True, tag="step-failed"
     text: str
 
 
-class CallReply(msgspec.Struct, frozen=True, array_like=True, tag="called"):
+class CallReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="called"):
     """From a rank: a call's answer. Payload: the answer."""
 
     call: int
 
 
-class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag="call-failed"):
+class CallFailed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="call-failed"):
     """From a rank: a call raised. Payload: the exception, when it could be pickled."""
 
     call: int
@@ -103,7 +105,7 @@ class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag="call-failed"
     text: str
 
 
-class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+class Bye(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="bye"):
     """From a rank: its last message."""
 
     reason: str

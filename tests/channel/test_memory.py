@@ -90,3 +90,24 @@ async def test_a_dead_rank_says_and_hears_nothing() -> None:
         hub.send(2, Close())
     with pytest.raises(EngineClosed):
         rank.recv()
+
+
+@pytest.mark.parametrize(
+    "verb, heard, refused",
+    [
+        ("drop", [], 3),  # whatever follows the lost one
+        ("corrupt", [], 4),
+        ("replay", [0, 1, 2, 3], 1),
+        ("reorder", [0], 3),  # 1 came early, 0 late; 2 and 3 follow a hole
+    ],
+)
+async def test_a_fault_on_the_way_is_a_refused_frame(verb: str, heard: list[int], refused: int) -> None:
+    told = Heard()
+    hub = await told.channel()
+    rank = hub.rank_end(0)
+    getattr(hub, verb)(0)
+    for step in range(4):
+        rank.send(StepReply(step=step, began_s=0.0, ended_s=0.0))
+    await settle()
+    assert [step for _, step in told.steps] == heard
+    assert len(told.rejected) == refused

@@ -16,7 +16,7 @@ from async_pp.wire.frames import Direction, Sealer
 from async_pp.wire.limits import Limits
 from async_pp.wire.messages import Call, CallReply, Close, Hello, StepReply
 from tests.channel.conftest import KEYS, Harness
-from tests.wire.test_frames import MUTATIONS, flat
+from tests.security.mutations import flat, mutate
 
 
 def frame_of(rank: int, epoch: int = 0, key: bytes | None = None) -> list[bytes]:
@@ -45,12 +45,12 @@ async def test_20_000_hostile_frames_on_the_socket_none_accepted_and_the_channel
         with zmq.Context() as context, context.socket(zmq.DEALER) as rogue:
             rogue.setsockopt(zmq.SNDHWM, 0)
             rogue.setsockopt(zmq.LINGER, -1)
-            rogue.setsockopt(zmq.IDENTITY, identity(0, 1))
+            rogue.setsockopt(zmq.IDENTITY, identity(KEYS[1], 0, 1))
             rogue.connect(harness.engine.endpoint)
             good = frame_of(1, key=bytes(32))
             sent = 0
             while sent < count:
-                hostile = rng.choice(MUTATIONS)(rng, good) or [b""]
+                hostile = mutate(rng, good) or [b""]
                 rogue.send_multipart(hostile)
                 sent += 1
 
@@ -92,7 +92,7 @@ async def test_a_successor_receives_nothing_of_its_predecessor_and_its_frames_ar
     await second.engine.start()
     await second.start_rank(0)
     with zmq.Context() as context, context.socket(zmq.DEALER) as ghost:
-        ghost.setsockopt(zmq.IDENTITY, identity(1, 1))
+        ghost.setsockopt(zmq.IDENTITY, identity(KEYS[1], 1, 1))
         ghost.connect(second.engine.endpoint)
         ghost.send_multipart(frame_of(1, epoch=0))  # rightly sealed, in a former life
         while not second.rejected:  # noqa: ASYNC110 - as above

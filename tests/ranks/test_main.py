@@ -215,6 +215,7 @@ async def test_a_step_that_raises_is_told_by_any_rank_and_the_loop_goes_on() -> 
     rank.send(Call(call=1), OnWorker(methodcaller("double", 2)))
     assert (await rank.next()).load() == 4
     await rank.end()
+    assert [rank.row._numbers[word] for word in (1, 3)] == [2, 2], "entered and left, the failed one too"
 
 
 class Unspeakable(Exception):

@@ -17,7 +17,7 @@ from async_pp.bench.survive.ledger import Ledger, Prompt, Request, undisturbed
 from async_pp.bench.systems import SERVED_NAME
 
 HANG_S = 300.0
-"""A stream that brings nothing for so long hangs: frozen ranks, up to a minute each, and restarts may follow each other."""
+"""A stream that brings nothing for so long hangs. Frozen ranks, up to a minute each, may follow each other."""
 
 REFUSED_S = 0.2
 """Before the next request where one was refused: a server that is busy is not helped by being asked at once."""

@@ -17,6 +17,7 @@ With vLLM's async scheduling its workers count steps: the count of those left ou
 import asyncio
 import dataclasses
 import gc
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -40,17 +41,22 @@ from async_pp.engine.vllm_seam.replay import Carried, Replay
 from async_pp.engine.vllm_seam.steering import Candidates, Steering
 from async_pp.ranks.runner import ConnectorOutput, Restored, Skipped
 
+WRITTEN_WHEN_READ = "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"
+
 
 def make_engine_core(config: VllmConfig, make_executor: Callable[[VllmConfig], BridgeExecutor], log_stats: bool) -> Any:
     """vLLM's engine core over our ranks. Blocks on the ranks: call it in a helper thread.
 
     vLLM freezes the heap of the process here, which is the host program's to decide: it is thawed again unless the host
-    had frozen it before.
+    had frozen it before. And it reads all its variables, once and for all, of which one is written by being read.
     """
     frozen_before = gc.get_freeze_count()
+    was_set = WRITTEN_WHEN_READ in os.environ
     core = EngineCore(config, make_executor, log_stats)
     if not frozen_before:
         gc.unfreeze()
+    if not was_set:
+        os.environ.pop(WRITTEN_WHEN_READ, None)
     return core
 
 
