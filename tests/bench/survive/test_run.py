@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -35,13 +37,18 @@ def test_the_next_frame_is_rubbish_of_the_same_size_and_the_one_after_is_sound()
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_streams_survive_kills_and_random_faults(tmp_path):
-    file = tmp_path / "figures.json"
+def test_streams_survive_kills_and_random_faults():
+    with tempfile.TemporaryDirectory() as folder:  # sockets need a short path
+        survive(Path(folder))
+
+
+def survive(folder):
+    file = folder / "figures.json"
     small = ("--model", "tiny", "--against", "none", "--streams", "6", "--kills", "1", "--starts", "1")
-    much = ("--minutes", "0.7", "--every", "6", "--json", str(file), "--log", str(tmp_path / "log"))
+    much = ("--minutes", "0.7", "--every", "6", "--json", str(file), "--log", str(folder / "log"))
     ended = subprocess.run(
         [sys.executable, "-m", "async_pp.bench", "survive", *small, *much],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         check=False,
@@ -55,5 +62,5 @@ def test_streams_survive_kills_and_random_faults(tmp_path):
     account = faults["account"]
     assert account["sent"] == account["completed"] + account["failed"] and account["completed"]
     assert any(fault["sent"] for fault in faults["faults"])
-    assert "serving on" in (tmp_path / "log").read_text()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("bench-")]
+    assert "serving on" in (folder / "log").read_text()
+    assert not [path for path in folder.iterdir() if path.name.startswith("bench-")]
