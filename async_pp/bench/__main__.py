@@ -1,6 +1,7 @@
 """`python -m async_pp.bench COMMAND`: the command line, the signals and the exit code.
 
-Exit codes: 0 measured, 1 bad input (one line, nothing was started), 3 a server or a request failed, 128 + signal.
+Exit codes: 0 measured, 1 bad input (one line, nothing was started), 3 a server or a request failed or a promise was
+not kept, 128 + signal.
 """
 
 import argparse
@@ -11,12 +12,13 @@ from typing import NoReturn
 
 from async_pp.bench import BenchFailed, settings, simulate, soak, stopping
 from async_pp.bench.pipeline import settings as pipeline
+from async_pp.bench.survive import settings as survive
 from async_pp.errors import ConfigError
 
 EXIT_CONFIG = 1
 EXIT_FAILED = 3
 
-COMMANDS = (settings, pipeline, simulate, soak)
+COMMANDS = (settings, pipeline, simulate, soak, survive)
 """Modules with a command: `add_command(commands)` adds its parser, whose `run` default takes arguments and progress."""
 
 

