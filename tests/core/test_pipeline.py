@@ -17,10 +17,12 @@ def test_one_step_from_plan_to_settled() -> None:
     step = driver.step(0)
     assert not driver.machine.idle
     assert (step.requests, step.plan, step.waits_for, step.planned_at_s) == (frozenset("ab"), "plan ab", None, 1.0)
+    assert driver.machine.settling is None
     assert told(driver.answer(0)) == [("settle", 0)]
+    assert driver.machine.settling == 0
     assert step.gather.output == (0, 1)
     assert told(driver.settled(0)) == [("free slot",)]
-    assert driver.machine.idle
+    assert driver.machine.idle and driver.machine.settling is None
     assert step.state is State.SETTLED
     assert step.told() == "+0.0000 s dispatch, +1.0000 s complete, +1.0000 s settle, +2.0000 s settled"
 
