@@ -1,13 +1,13 @@
 """A channel in memory, with faults as verbs: for tests and simulations.
 
-Frames are sealed and opened as on a socket. The rank's end blocks on its own thread; the engine's end is called on the
-loop. The verbs act on what a rank sends (and on what reaches a frozen one), from the moment they are used.
+Frames are sealed and opened as on a socket. The rank's end blocks on its own thread, or is polled on the loop; the
+engine's end is called on the loop. The verbs act on what a rank sends (and on what reaches a frozen one), from the moment they are used.
 """
 
 import asyncio
 import queue
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,13 @@ class _Line:
     replay: int = 0
     reorder: int = 0
     overtaken: Frame | None = None
+    on_frame: "Callable[[], None] | None" = None
+
+    def put(self, frame: Frame | None) -> None:
+        """Let a frame, or the end, reach the rank."""
+        self.to_rank.put(frame)
+        if self.on_frame is not None:
+            self.on_frame()
 
 
 class MemoryEngineChannel:
@@ -75,17 +82,26 @@ class MemoryEngineChannel:
         if line.frozen:
             line.held_out.append(frame)
         else:
-            line.to_rank.put(frame)
+            line.put(frame)
+
+    def send_if_connected(self, rank: int, message: Message, payload: Any = NO_PAYLOAD) -> bool:
+        """Send to a rank that may be gone. Returns whether it was sent."""
+        try:
+            self.send(rank, message, payload)
+        except RankUnreachable:
+            return False
+        return True
 
     def close(self) -> None:
         """No callback from now on; every rank's `recv` ends."""
         if not self._closed:
             self._closed = True
             for line in self._lines.values():
-                line.to_rank.put(None)
+                line.put(None)
 
-    def rank_end(self, rank: int) -> "MemoryRankChannel":
-        """The end of one rank."""
+    def rank_end(self, rank: int, on_frame: Callable[[], None] | None = None) -> "MemoryRankChannel":
+        """The end of one rank. `on_frame` is called when there is something to poll."""
+        self._lines[rank].on_frame = on_frame
         opener = Opener(
             self._keys[rank], epoch=self._epoch, direction=Direction.TO_RANK, rank=rank, limits=self._limits
         )
@@ -102,7 +118,7 @@ class MemoryEngineChannel:
         line = self._lines[rank]
         line.frozen = False
         while line.held_out:
-            line.to_rank.put(line.held_out.popleft())
+            line.put(line.held_out.popleft())
         self._release(rank, line)
 
     def delay(self, rank: int, frames: int) -> None:
@@ -133,7 +149,7 @@ class MemoryEngineChannel:
         line.dead = True
         line.held_in.clear()
         line.held_out.clear()
-        line.to_rank.put(None)
+        line.put(None)
 
     # -- delivery ------------------------------------------------------------------------------------------------
 
@@ -188,7 +204,7 @@ def _on_its_way(line: _Line, frame: Frame) -> list[Frame]:
 
 
 class MemoryRankChannel:
-    """Rank end: blocks on its own thread."""
+    """Rank end: blocks on its own thread, or is polled on the loop."""
 
     def __init__(
         self,
@@ -206,7 +222,17 @@ class MemoryRankChannel:
 
     def recv(self) -> Envelope:
         """Wait for the next message. Raises EngineClosed when the other end is gone or this rank has died."""
-        frame = self._inbox.get()
+        return self._opened(self._inbox.get())
+
+    def poll(self) -> Envelope | None:
+        """The next message if there is one, as `recv` returns it; never waits."""
+        try:
+            frame = self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+        return self._opened(frame)
+
+    def _opened(self, frame: Frame | None) -> Envelope:
         if frame is None:
             raise EngineClosed("the engine's end of the channel is closed")
         return self._opener.open(frame)

@@ -1,10 +1,12 @@
 """The two ends of a channel, whatever carries it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from async_pp.errors import AsyncPPError, WireError
 from async_pp.wire.frames import NO_PAYLOAD, Envelope
+from async_pp.wire.limits import Limits
 from async_pp.wire.messages import Message
 
 OnMessage = Callable[[int, Envelope], None]
@@ -36,8 +38,26 @@ class EngineChannel(Protocol):
     def send(self, rank: int, message: Message, payload: Any = NO_PAYLOAD) -> None:
         """Send to a rank. Raises RankUnreachable; never waits."""
 
+    def send_if_connected(self, rank: int, message: Message, payload: Any = NO_PAYLOAD) -> bool:
+        """Send to a rank that may be gone. Returns whether it was sent."""
+
     def close(self) -> None:
         """Stop and remove what was made. No callback comes after it; may be called again, also from a callback."""
+
+
+class MakeEngineChannel(Protocol):
+    """Makes the engine's end for the ranks whose keys it gets; not started. `ZmqEngineChannel` is one."""
+
+    def __call__(
+        self,
+        runtime_dir: Path,
+        keys: Mapping[int, bytes],
+        *,
+        epoch: int,
+        limits: Limits,
+        on_message: OnMessage,
+        on_reject: OnReject,
+    ) -> EngineChannel: ...
 
 
 class RankChannel(Protocol):

@@ -10,7 +10,6 @@ constructor only assigns; `async with` starts everything and always stops it, in
 """
 
 import asyncio
-import time
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -214,7 +213,7 @@ class AsyncPPEngine(AsyncLLM):
                 client_count=1,
             )
             self.logger_manager.log_engine_initialized()
-        lives = Lives(self, epoch, self._recovery, time.monotonic)
+        lives = Lives(self, epoch, self._recovery, asyncio.get_running_loop().time)
         self._living = asyncio.create_task(lives.run(), name="async_pp engine")
         self.output_handler = None
         self._run_output_handler()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from async_pp.channel.pending import Pending
+from async_pp.channel.protocol import EngineChannel, MakeEngineChannel
 from async_pp.channel.zmq_engine import ZmqEngineChannel
 from async_pp.core.deadlines import Deadline, Overdue, Row, Work
 from async_pp.core.gather import Scope
@@ -113,6 +114,8 @@ class RankExecutor:
         on_output: told what connectors report with a step that their rank does not answer.
         step_deadline_s: how long a rank may take for a step from the moment it could begin; None: as measured.
         start_deadlines: how long the parts of the start may take.
+        channel: makes what carries the frames; simulations have one in memory.
+        clock: that of the ranks, in seconds: time.monotonic() but in simulations.
 
     Raises:
         ValueError: `step_deadline_s` is not a positive number.
@@ -130,6 +133,8 @@ class RankExecutor:
         on_output: OnOutput = ignore_output,
         step_deadline_s: float | None = None,
         start_deadlines: StartDeadlines = StartDeadlines(),  # noqa: B008 - frozen
+        channel: MakeEngineChannel = ZmqEngineChannel,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout = layout
         self.epoch = epoch
@@ -141,6 +146,8 @@ class RankExecutor:
         self._on_lost = on_lost
         self._on_span = on_span
         self._on_output = on_output
+        self._make_channel = channel
+        self._clock = clock
         self._steps: Pending[tuple[int, int], Any] = Pending()
         self._calls: Pending[tuple[int, int], Any] = Pending()
         self._attends: dict[int, int] = {}  # calls for the connectors, and how many ranks have not answered
@@ -153,7 +160,7 @@ class RankExecutor:
             ranks_per_stage=layout.ranks_per_stage,
             deadline=Deadline(step_deadline_s),
             on_hung=self._hung,
-            clock=time.monotonic,
+            clock=clock,
         )
         self._start_deadlines = start_deadlines
         self._start_watch = StartWatch(self._asked, self._stalled)
@@ -161,7 +168,8 @@ class RankExecutor:
         self._hellos: Pending[int, int] = Pending()
         self._numbers = itertools.count()
         self._folder: RuntimeFolder | None = None
-        self._channel: ZmqEngineChannel | None = None
+        self._channel: EngineChannel | None = None
+>>>>>>> d219778 (Simulation of the whole engine: channel in memory polled on a virtual loop, the executor takes a channel factory (unfinished))
         self._supervisor: Supervisor | None = None
 
     @property
@@ -192,7 +200,7 @@ class RankExecutor:
             await asyncio.to_thread(sweep)
         await self._make_folder()
         keys = {rank: secrets.token_bytes(32) for rank in range(self.layout.ranks)}
-        self._channel = ZmqEngineChannel(
+        self._channel = self._make_channel(
             self.runtime_dir,
             keys,
             epoch=self.epoch,
@@ -396,12 +404,12 @@ class RankExecutor:
         if self._folder is not None:
             self._folder.remove()
 
-    def _send_all(self, channel: ZmqEngineChannel, message: ToRank, payload: Payload) -> None:
+    def _send_all(self, channel: EngineChannel, message: ToRank, payload: Payload) -> None:
         """Send to every rank. One that is not there any more is left out: its end is about to be told."""
         for rank in range(self.layout.ranks):
             channel.send_if_connected(rank, message, payload)
 
-    def _open_channel(self) -> ZmqEngineChannel:
+    def _open_channel(self) -> EngineChannel:
         if self.cause is not None:
             raise self.cause
         if self._channel is None:
@@ -519,6 +527,6 @@ class RankExecutor:
         self.lose(self._failures.start(rank, f"has made no progress for {deadline_s:g} s"))
 
     def _hung(self, overdue: Overdue, deadline_s: float) -> None:
-        waited_s = time.monotonic() - overdue.since_s
+        waited_s = self._clock() - overdue.since_s
         stopped = self._stopped(overdue.ranks[0])
         self.lose(self._failures.hung(overdue, deadline_s, waited_s=waited_s, stopped=stopped))
