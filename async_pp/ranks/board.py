@@ -10,6 +10,7 @@ A mapping outlives the name of its file.
 import mmap
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from async_pp.core.deadlines import Row
@@ -29,9 +30,11 @@ class RankRow:
     Args:
         memory: of the whole board.
         rank: whose row.
+        clock: in seconds, that of the engine's watch.
     """
 
-    def __init__(self, memory: mmap.mmap | bytearray, rank: int) -> None:
+    def __init__(self, memory: mmap.mmap | bytearray, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._times = memoryview(memory).cast("d")
         self._numbers = memoryview(memory).cast("q")
         self._entered_at = rank * _WORDS
@@ -39,10 +42,10 @@ class RankRow:
         self._works = 0
 
     @classmethod
-    def open(cls, path: str, rank: int) -> "RankRow":
+    def open(cls, path: str, rank: int, clock: Callable[[], float] = time.monotonic) -> "RankRow":
         """The row in a board that the engine has made. It stays mapped for the life of the process."""
         with Path(path).open("r+b") as file:
-            return cls(mmap.mmap(file.fileno(), 0), rank)
+            return cls(mmap.mmap(file.fileno(), 0), rank, clock)
 
     # Each word is written whole, which `struct.pack_into` does not do: it clears the place first. The time goes first:
     # between the two a row says "not entered yet" or "not left yet", with a time that nobody needs.
@@ -50,12 +53,12 @@ class RankRow:
     def enter(self) -> None:
         """The next work begins."""
         self._works += 1
-        self._times[self._entered_at] = time.monotonic()
+        self._times[self._entered_at] = self._clock()
         self._numbers[self._entered_at + 1] = self._works
 
     def leave(self) -> None:
         """The work is done, or has failed."""
-        self._times[self._left_at] = time.monotonic()
+        self._times[self._left_at] = self._clock()
         self._numbers[self._left_at + 1] = self._works
 
 

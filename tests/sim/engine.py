@@ -19,6 +19,7 @@ from async_pp.core.recovery import Recovery, Restart
 from async_pp.engine.client import AsyncPPEngine
 from async_pp.engine.epoch import Epoch
 from async_pp.engine.executor import RankExecutor, RankLayout
+from async_pp.engine.launch import StartDeadlines
 from async_pp.engine.lives import Loss
 from async_pp.engine.stepping import Stepping
 from async_pp.engine.vllm_seam.config import config_errors
@@ -27,6 +28,8 @@ from tests.sim.ranks import SimZygote, load
 from tests.sim.scenario import Scenario
 from tests.sim.scheduler import SimScheduler
 from tests.sim.story import Story
+
+START_DEADLINES = StartDeadlines(zygote_s=30.0, hello_s=10.0, load_s=60.0, kv_cache_s=60.0)
 
 
 class SimEpoch(Epoch):
@@ -56,6 +59,9 @@ class SimEpoch(Epoch):
             on_span=self._span,
             on_output=self._connector_output,
             channel=partial(self._channel, number),
+            clock=self._loop.time,
+            step_deadline_s=scenario.step_deadline_s,
+            start_deadlines=START_DEADLINES,
         )
 
     def _channel(self, number: int, folder: Path, keys: Any, **rest: Any) -> MemoryEngineChannel:

@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from async_pp import __version__
 from async_pp.channel.memory import MemoryEngineChannel
 from async_pp.errors import EngineClosed, StartupError
+from async_pp.ranks.board import RankRow
 from async_pp.ranks.main import Bootstrap, describe
 from async_pp.ranks.runner import Restored
 from async_pp.ranks.spawn import RankProcess, RankSpec
@@ -168,6 +170,7 @@ class SimRank:
         self._loop = loop
         self.process = SimProcess(boot.rank, 0, os.eventfd(0, os.EFD_NONBLOCK), loop.create_future(), -1)
         self.process.sim = self
+        self._row = RankRow.open(boot.board, boot.rank, loop.time)
         self._task = loop.create_task(self._run(), name=f"rank {boot.rank} of epoch {boot.epoch}")
 
     # -- from outside --------------------------------------------------------------------------------------------
@@ -218,22 +221,23 @@ class SimRank:
             raise _Dies("exit code 1")
         if self._start_fault == "no hello":
             await self._hang()
-        self._say(self._hello())
+        self._say(Hello(pid=self.process.pid, ranks=self._boot.ranks, version=__version__))
         while True:
             envelope = self._held.popleft() if self._held else await self._receive()
             match envelope.message:
                 case Execute() as message:
+                    self._row.enter()
                     await self._execute(message, envelope)
+                    self._row.leave()
                 case Call(call=call):
+                    self._row.enter()
                     await self._call(call, envelope)
+                    self._row.leave()
                 case Close():
                     self._say(Bye(reason="closed"))
                     raise _Dies("exit code 0")
                 case other:
                     self._story.require(False, f"the engine sent {type(other).__name__} out of turn")
-
-    def _hello(self) -> Hello:
-        return Hello(pid=self.process.pid)
 
     async def _execute(self, message: Execute, envelope: Envelope) -> None:
         step = message.step

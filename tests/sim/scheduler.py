@@ -97,6 +97,7 @@ class Core:
 
     request_block_hasher = None
     kv_cache_config = SimpleNamespace(kv_cache_groups=(None,))
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
 
     def __init__(self, scenario: Scenario, story: Story) -> None:
         self.scheduler = self
@@ -232,7 +233,9 @@ class SimScheduler:
         story.require(self.flying and self.flying[0] is plan, f"step {work.serial} is settled out of order")
         self.flying.popleft()
         ranks = range(self._scenario.ranks) if plan.scope is Scope.ALL else [output_rank]
-        story.require(sorted(answers) == list(ranks), f"step {work.serial} is settled with answers of {sorted(answers)}")
+        story.require(
+            sorted(answers) == list(ranks), f"step {work.serial} is settled with answers of {sorted(answers)}"
+        )
         epoch, serial, tokens = answers[output_rank]
         story.require((epoch, serial) == (work.epoch, work.serial), f"step {work.serial} gets an answer to {serial}")
         told = []
@@ -294,9 +297,7 @@ class SimScheduler:
             return None, bool(preempted)
         return self._planned(scheduled, new, resumed), False
 
-    def _take(
-        self, request: Request, budget: int, scheduled: dict[str, int], preempted: list[str] | None
-    ) -> int:
+    def _take(self, request: Request, budget: int, scheduled: dict[str, int], preempted: list[str] | None) -> int:
         name, before = request.request_id, request.num_computed_tokens
         chunk = min(request.num_tokens - before, budget, self._scenario.chunk)
         if chunk <= 0:

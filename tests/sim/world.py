@@ -50,15 +50,13 @@ def run(seed: int, scenario: Scenario | None = None) -> Result:
     try:
         with asyncio.Runner(loop_factory=world.make_loop) as runner:
             runner.run(world.run())
-    except Broken:
-        pass
+    except KeyboardInterrupt:
+        if story.broken is None:
+            raise
     except Deadlock as error:
         _note(story, f"deadlock: {error}")
-    except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
-        if story.broken is None:
-            _note(story, f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
+        _note(story, f"{type(error).__name__}: {error}")
     return Result(seed, "\n".join(story.lines), story.broken, world.ends, len(world.engine.losses_seen), world.steps)
 
 
@@ -103,18 +101,26 @@ class World:
         whole = random.Random(scenario.seed + 3_000_003)
         self.engine = engine = SimEngine(scenario, story, lambda: whole.random() < scenario.all_share)
         started = False
-        async with asyncio.timeout(FAULTS_END_S + BOUND_S):
-            try:
-                async with engine:
-                    started = True
-                    self._loop.after_tick = self._check
-                    await self._live()
-            except EngineFailed as error:
-                if started:
-                    raise
-                story.tell(f"did not start: {error}")
+        bound = self._loop.call_later(FAULTS_END_S + BOUND_S, self._overdue)
+        try:
+            async with engine:
+                started = True
+                self._loop.after_tick = self._check
+                await self._live()
+        except EngineFailed as error:
+            if started:
+                raise
+            story.tell(f"did not start: {error}")
+        bound.cancel()
         self._loop.after_tick = _nothing
         await self._after()
+
+    def _overdue(self) -> None:
+        self._loop.after_tick = _nothing
+        open_ones = sorted(name for name, task in self._clients.items() if not task.done())
+        self.story.broken = f"{BOUND_S:g} s after the last fault these have not ended: {' '.join(open_ones)}"
+        self.story.tell(f"BROKEN: {self.story.broken}")
+        raise KeyboardInterrupt  # the one error that a loop lets out
 
     async def _live(self) -> None:
         loop, scenario = self._loop, self.scenario
@@ -282,7 +288,8 @@ class World:
             case "late":
                 hub.delay(rank.number, frames)
             case verb:
-                getattr(hub, verb)(rank.number, frames)
+                if hasattr(hub, verb):
+                    getattr(hub, verb)(rank.number, frames)
 
     def _well(self, rank: Any) -> None:
         rank.slow, rank.raises = 1.0, 0
