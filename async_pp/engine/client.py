@@ -284,14 +284,14 @@ class AsyncPPEngine(AsyncLLM):
 
     def fail(self, verdict: Restart, carried: Carried, loss: Loss, epoch: int) -> None:
         """End the requests that do not go on."""
-        for name in verdict.failed | carried.streaming:
-            family = [name]
+        for name in sorted(verdict.failed | carried.streaming):
+            family = {name}
             state = self.output_processor.request_states.get(name)
             if state is not None:
-                family += [] if state.parent_req is None else state.parent_req.child_requests
+                family |= set() if state.parent_req is None else state.parent_req.child_requests
                 poison = name in verdict.poisoned
                 state.queue.put(as_lost(loss.error, state.external_req_id, epoch=epoch, poison=poison))
-                self.output_processor.abort_requests(family, internal=True)
+                self.output_processor.abort_requests(sorted(family), internal=True)
             carried.drop(family)
 
     async def resume(self, epoch: Epoch, suspects: Collection[str]) -> None:

@@ -169,7 +169,6 @@ class RankExecutor:
         self._numbers = itertools.count()
         self._folder: RuntimeFolder | None = None
         self._channel: EngineChannel | None = None
->>>>>>> d219778 (Simulation of the whole engine: channel in memory polled on a virtual loop, the executor takes a channel factory (unfinished))
         self._supervisor: Supervisor | None = None
 
     @property

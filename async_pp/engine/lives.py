@@ -101,14 +101,18 @@ class Lives:
 
     async def run(self) -> None:
         """Step; after a loss go on with another epoch. Returns when the engine has died of one."""
-        loss: Loss | None = await self.epoch.run()
-        while loss is not None and await self._restart(loss):
-            loss = await self.epoch.run()
+        try:
+            while await self._restart(await self.epoch.run()):
+                pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, what is not known to pass ends the engine
+            log.exception("the engine ends")
+            self._owner.die(error, None)
 
-    async def _restart(self, loss: Loss | None) -> bool:
+    async def _restart(self, lost: Loss) -> bool:
         """Whether there is another epoch."""
         carried = self.epoch.leave()
         self._owner.suspend(carried)
+        loss: Loss | None = lost
         while loss is not None:
             verdict = self._recovery.lost(loss.computed, carried.requests.keys(), self._clock())
             if isinstance(verdict, GiveUp):
@@ -123,11 +127,7 @@ class Lives:
                 len(carried.requests),
                 len(verdict.failed),
             )
-            try:
-                loss = await self._next(verdict.suspects)
-            except Exception as error:  # noqa: BLE001 - whatever it is, what is not known to pass ends the engine
-                self._owner.die(error, None)
-                return False
+            loss = await self._next(verdict.suspects)
         return True
 
     async def _next(self, suspects: Collection[str]) -> Loss | None:

@@ -99,6 +99,7 @@ class RankLoop:
         self._spans: list[tuple[int, float, float]] = []
         self._spans_per_message = 1  # then twice as many each time: the first times are wanted at once
         self._held: deque[Envelope] = deque()
+        self._failed: set[int] = set()  # steps whose `Sample` may still come
 
     def run(self) -> None:
         """Serve until `Close` comes. An error of the runner is reported and the loop goes on: the engine decides."""
@@ -116,6 +117,8 @@ class RankLoop:
                         self._row.leave()
                     case Close():
                         raise _Closing
+                    case Sample(step=step) if step in self._failed:
+                        self._failed.remove(step)
                     case other:
                         raise RuntimeError(f"the engine sent {type(other).__name__} out of turn")
         except _Closing:
@@ -130,6 +133,8 @@ class RankLoop:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine decides; so for SystemExit
             kind, text = describe(error)
             self._channel.send(StepFailed(step=message.step, kind=kind, text=text))
+            if message.sample == "later":
+                self._failed.add(message.step)
 
     def _step(self, message: Execute, envelope: Envelope) -> None:
         work, grammar = envelope.load()

@@ -162,6 +162,7 @@ class SimRank:
         self._running = asyncio.Event()
         self._running.set()
         self._held: deque[Envelope] = deque()
+        self._failed: set[int] = set()
         self._spans: list[tuple[int, float, float]] = []
         self._spans_per_message = 1
         self._known: dict[str, list[int]] = {}
@@ -236,6 +237,8 @@ class SimRank:
                 case Close():
                     self._say(Bye(reason="closed"))
                     raise _Dies("exit code 0")
+                case Sample(step=step) if step in self._failed:
+                    self._failed.remove(step)
                 case other:
                     self._story.require(False, f"the engine sent {type(other).__name__} out of turn")
 
@@ -257,6 +260,8 @@ class SimRank:
         except SimError as error:
             kind, text = describe(error)
             self._say(StepFailed(step=step, kind=kind, text=text))
+            if message.sample == "later":
+                self._failed.add(step)
             return
         if self._is_output:
             ended_s = self._loop.time()
