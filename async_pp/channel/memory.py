@@ -1,7 +1,8 @@
 """A channel in memory, with faults as verbs: for tests and simulations.
 
 Frames are sealed and opened as on a socket. The rank's end blocks on its own thread, or is polled on the loop; the
-engine's end is called on the loop. The verbs act on what a rank sends (and on what reaches a frozen one), from the moment they are used.
+engine's end is called on the loop. The verbs act on what a rank sends (and on what reaches a frozen one), from the
+moment they are used.
 """
 
 import asyncio

@@ -104,7 +104,7 @@ class Lives:
         try:
             while await self._restart(await self.epoch.run()):
                 pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, what is not known to pass ends the engine
+        except Exception as error:
             log.exception("the engine ends")
             self._owner.die(error, None)
 

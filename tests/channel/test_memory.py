@@ -111,3 +111,20 @@ async def test_a_fault_on_the_way_is_a_refused_frame(verb: str, heard: list[int]
     await settle()
     assert [step for _, step in told.steps] == heard
     assert len(told.rejected) == refused
+
+
+async def test_a_rank_that_lives_on_the_loop_polls_when_it_is_told_to() -> None:
+    hub = await Heard().channel()
+    told: list[str] = []
+    rank = hub.rank_end(0, lambda: told.append("frame"))
+    assert rank.poll() is None
+    hub.freeze(0)
+    assert hub.send_if_connected(0, Close())
+    assert not told and rank.poll() is None
+    hub.thaw(0)
+    envelope = rank.poll()
+    assert told == ["frame"] and envelope is not None and envelope.message == Close()
+    hub.die(0)
+    assert not hub.send_if_connected(0, Close())
+    with pytest.raises(EngineClosed):
+        rank.poll()

@@ -218,6 +218,20 @@ async def test_a_step_that_raises_is_told_by_any_rank_and_the_loop_goes_on() -> 
     assert [rank.row._numbers[word] for word in (1, 3)] == [2, 2], "entered and left, the failed one too"
 
 
+async def test_the_word_to_sample_a_step_that_has_raised_is_not_out_of_turn() -> None:
+    """Else the rank would end by it, and its end would be told in place of what it raised."""
+    rank = await Rank(is_output=False).start()
+    rank.send(Execute(step=1, sample="later", reply="output"), (KeyError("lost"), None))
+    assert isinstance((await rank.next()).message, StepFailed)
+    rank.send(Execute(step=2, sample="later", reply="output"), ({}, None))
+    rank.send(Sample(step=1), None)
+    rank.send(Sample(step=2), None)
+    rank.send(Call(call=1), OnWorker(methodcaller("double", 2)))
+    said = [await rank.next() for _ in range(2)]
+    assert isinstance(said[0].message, Spans) and said[1].load() == 4
+    await rank.end()
+
+
 class Unspeakable(Exception):
     """Neither its text nor its pickle can be made."""
 

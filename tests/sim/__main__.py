@@ -38,9 +38,8 @@ def main() -> int:
     seeds = [*failing(), *range(args.first, args.first + args.seeds)]
     began = time.monotonic()
     ends: Counter[str] = Counter()
-    done = losses = steps = broken = 0
-    for result in _results(seeds, args.processes):
-        done += 1
+    losses = steps = broken = 0
+    for done, result in enumerate(_results(seeds, args.processes), 1):
         ends.update(result.ends.values())
         losses += result.losses
         steps += result.steps

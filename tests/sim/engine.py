@@ -97,7 +97,7 @@ class SimEngine(AsyncPPEngine):
         whole: decides whether a step waits for every rank.
 
     Attributes:
-        losses_seen: seconds and error of each.
+        losses_seen: when they were, in seconds.
         suspected: losses in which a request was computed, by request.
     """
 
@@ -108,7 +108,7 @@ class SimEngine(AsyncPPEngine):
         self.hubs: dict[int, MemoryEngineChannel] = {}
         self.folders: list[Path] = []
         self.zygotes: list[SimZygote] = []
-        self.losses_seen: list[tuple[float, BaseException]] = []
+        self.losses_seen: list[float] = []
         self.suspected: dict[str, int] = {}
         args = SimpleNamespace(pipeline_parallel_size=scenario.stages, tensor_parallel_size=scenario.ranks_per_stage)
         super().__init__(args, on_rank_loss=scenario.on_loss, restarts=scenario.intensity)
@@ -182,7 +182,8 @@ class _Told(Recovery):
 
     def lost(self, computed: Collection[str], open_requests: Collection[str], now_s: float) -> Any:
         engine = self._engine
-        engine.losses_seen.append((now_s, RuntimeError()))
+        engine.story.require(engine.story.harmed, "a rank set was lost, and nothing had been done to it")
+        engine.losses_seen.append(now_s)
         for name in computed:
             engine.suspected[name] = engine.suspected.get(name, 0) + 1
         verdict = super().lost(computed, open_requests, now_s)

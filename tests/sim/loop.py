@@ -48,9 +48,9 @@ class ChaosLoop(VirtualLoop):
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
         dice = self._dice
-        if dice is not None and isinstance(getattr(callback, "__self__", None), asyncio.Task):
-            if dice.random() < self._share:
-                return super().call_soon(self._put_off, dice.randint(1, MOST_TICKS), callback, args, context)
+        is_task = dice is not None and isinstance(getattr(callback, "__self__", None), asyncio.Task)
+        if is_task and dice.random() < self._share:
+            return super().call_soon(self._put_off, dice.randint(1, MOST_TICKS), callback, args, context)
         return super().call_soon(callback, *args, context=context)
 
     def _put_off(self, ticks: int, callback: Any, args: tuple[Any, ...], context: Any) -> None:

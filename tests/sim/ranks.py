@@ -54,7 +54,7 @@ class PeerGone(SimError):
     """A collective has found out that somebody is missing."""
 
 
-class _Dies(Exception):  # noqa: N818 - an end, not an error
+class _Dies(Exception):
     """The rank's process ends. Its one argument says how."""
 
 
@@ -304,6 +304,7 @@ class SimRank:
             poison = self._poison.get(name)
             if poison is not None and poison.stage == self.stage and before + chunk >= poison.from_tokens:
                 self._story.tell(f"e{self._boot.epoch} {name} is poison to rank {self.number}: {poison.kind}")
+                self._story.harmed = True
                 if poison.kind == "die":
                     raise _Dies("signal SIGSEGV")
                 if poison.kind == "raise":

@@ -24,7 +24,7 @@ VERBS = {
     "reorder": 1,
     "restart fails": 3,
     "zygote dies": 1,
-    "call": 2,
+    "call": 5,
 }
 """Faults and how often they are drawn."""
 

@@ -280,7 +280,7 @@ class SimScheduler:
         resumed: list[str] = []
         while core.waiting and not preempted and len(core.running) < scenario.most_running and budget:
             request = core.waiting[0]
-            if request.request_id in self._in_flight and self._in_flight[request.request_id]:
+            if self._in_flight[request.request_id]:
                 break  # preempted or aborted in flight: what is on its way must come first
             taken = self._take(request, budget, scheduled, None)
             if not taken:
@@ -303,7 +303,8 @@ class SimScheduler:
         if chunk <= 0:
             return 0
         while self.core.blocks.missing(name, before + chunk) > 0:
-            victims = [one for one in self.core.running if one is not request and self._idle(one, scheduled)]
+            later = self.core.running[self.core.running.index(request) + 1 :] if preempted is not None else []
+            victims = [one for one in later if self._idle(one, scheduled)]  # later ones: so the first gets on
             if preempted is None or not victims:
                 return 0
             self.core.preempt(victims[-1])

@@ -12,11 +12,13 @@ class Story:
 
     Attributes:
         broken: the first thing that must not have happened, or None.
+        harmed: whether anything has been done to a rank that may cost the rank set.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.broken: str | None = None
+        self.harmed = False
         self.now: Callable[[], float] = lambda: 0.0
 
     def tell(self, text: str) -> None:

@@ -234,7 +234,7 @@ class World:
         return "died"
 
     def _exhausted(self) -> bool:
-        limit, times = self.scenario.intensity, [at_s for at_s, _ in self.engine.losses_seen]
+        limit, times = self.scenario.intensity, self.engine.losses_seen
         recent = [at_s for at_s in times if at_s > times[-1] - limit.within_s] if times else []
         return len(recent) > limit.most
 
@@ -254,6 +254,7 @@ class World:
     def _inflict(self, fault: Fault) -> None:
         engine, story = self.engine, self.story
         number = fault.rank % self.scenario.ranks
+        story.harmed = story.harmed or fault.verb != "call"
         story.tell(f"fault: {fault.verb} {fault.kind} rank {number}")
         if fault.verb == "restart fails":
             engine.zygote.start_faults.append((fault.kind, fault.rank))
@@ -288,15 +289,14 @@ class World:
             case "late":
                 hub.delay(rank.number, frames)
             case verb:
-                if hasattr(hub, verb):
-                    getattr(hub, verb)(rank.number, frames)
+                getattr(hub, verb)(rank.number, frames)
 
     def _well(self, rank: Any) -> None:
         rank.slow, rank.raises = 1.0, 0
         rank.thaw()
         hub = self.engine.hubs[rank._boot.epoch]
         for verb in ("delay", "corrupt", "drop", "replay", "reorder"):
-            if not rank.ended and hasattr(hub, verb):
+            if not rank.ended:
                 getattr(hub, verb)(rank.number, 0)
 
     def _calls(self, fault: Fault) -> None:
