@@ -126,7 +126,7 @@ class SimEngine(AsyncPPEngine):
         if self._zygote is None or self._zygote.ended:
             if self._zygote is not None:
                 await self._zygote.close()
-            self._zygote = SimZygote(self.scenario, self.story, self.hubs)
+            self._zygote = SimZygote(self.scenario, self.story, self.hubs, self._is_over)
             if self.zygotes:
                 self._zygote.start_faults = self.zygote.start_faults
             self.zygotes.append(self._zygote)
@@ -151,6 +151,9 @@ class SimEngine(AsyncPPEngine):
         self.story.tell(f"e{number} is made")
         self._epoch = SimEpoch(number, self, self._streams.emit)
         return self._epoch
+
+    def _is_over(self, number: int) -> bool:
+        return self._epoch.number > number or self._epoch.ranks.cause is not None
 
     def lost(self, epoch: SimEpoch, loss: Loss) -> None:
         """An epoch in which there were steps was lost."""
@@ -187,6 +190,10 @@ class _Told(Recovery):
         for name in computed:
             engine.suspected[name] = engine.suspected.get(name, 0) + 1
         verdict = super().lost(computed, open_requests, now_s)
+        if isinstance(verdict, Restart):
+            limit = engine.scenario.intensity
+            recent = sum(at_s > now_s - limit.within_s for at_s in engine.losses_seen)
+            engine.story.require(recent <= limit.most, f"restart {recent} of {limit.most} is tried")
         engine.story.tell(f"lost: computed {' '.join(sorted(computed))} -> {type(verdict).__name__}")
         return verdict
 

@@ -45,6 +45,9 @@ FORK_S = 0.003
 HELLO_S = 0.005
 LOAD_S = 0.05
 
+PROMPT_S = 0.5
+"""Within this time the engine has acted on an error that was told, or on a frame that it had to refuse."""
+
 
 class SimError(Exception):
     """What a runner raised."""
@@ -129,6 +132,7 @@ class SimRank:
         hub: the channel.
         group: what it shares with the others.
         start_fault: what goes wrong before it serves.
+        is_over: whether the engine takes an epoch for lost.
 
     Attributes:
         slow: how many times longer everything takes.
@@ -143,6 +147,7 @@ class SimRank:
         scenario: Scenario,
         story: Story,
         start_fault: str,
+        is_over: Callable[[int], bool],
     ) -> None:
         self.number = boot.rank
         self.worker = self
@@ -156,6 +161,7 @@ class SimRank:
         self._scenario = scenario
         self._story = story
         self._start_fault = start_fault
+        self._is_over = is_over
         self._is_output = boot.rank == boot.output_rank
         self._arrived = asyncio.Event()
         self._end = hub.rank_end(boot.rank, self._arrived.set)
@@ -388,7 +394,15 @@ class SimRank:
         await asyncio.Event().wait()
 
     def _say(self, message: Any, payload: Any = NO_PAYLOAD) -> None:
+        line = self._hub._lines[self.number]
+        arrives = not (line.frozen or line.late_by or line.drop or line.replay or line.reorder or line.overtaken)
+        if arrives and (isinstance(message, StepFailed) or line.corrupt):
+            self._loop.call_later(PROMPT_S, self._noticed, type(message).__name__)
         self._end.send(message, payload)
+
+    def _noticed(self, what: str) -> None:
+        epoch = self._boot.epoch
+        self._story.require(self._is_over(epoch), f"epoch {epoch} goes on after a {what} that ends it")
 
 
 class SimZygote:
@@ -400,7 +414,14 @@ class SimZygote:
         start_faults: what goes wrong with the next ranks: kind, and a number that says with which rank.
     """
 
-    def __init__(self, scenario: Scenario, story: Story, hubs: dict[int, MemoryEngineChannel]) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        story: Story,
+        hubs: dict[int, MemoryEngineChannel],
+        is_over: Callable[[int], bool],
+    ) -> None:
+        self._is_over = is_over
         self.ended = False
         self.ranks: list[SimRank] = []
         self.every: list[SimRank] = []
@@ -429,7 +450,7 @@ class SimZygote:
         if fault == "fork":
             raise StartupError("cannot allocate memory", phase="spawn", rank=boot.rank)
         assert self._group is not None
-        rank = SimRank(boot, self._hubs[boot.epoch], self._group, self._scenario, self._story, fault)
+        rank = SimRank(boot, self._hubs[boot.epoch], self._group, self._scenario, self._story, fault, self._is_over)
         self.ranks.append(rank)
         self.every.append(rank)
         self._story.tell(f"e{boot.epoch} rank {boot.rank} is forked{': ' + fault if fault else ''}")
