@@ -42,10 +42,10 @@ class RankRow:
         self._works = 0
 
     @classmethod
-    def open(cls, path: str, rank: int, clock: Callable[[], float] = time.monotonic) -> "RankRow":
+    def open(cls, path: str, rank: int) -> "RankRow":
         """The row in a board that the engine has made. It stays mapped for the life of the process."""
         with Path(path).open("r+b") as file:
-            return cls(mmap.mmap(file.fileno(), 0), rank, clock)
+            return cls(mmap.mmap(file.fileno(), 0), rank)
 
     # Each word is written whole, which `struct.pack_into` does not do: it clears the place first. The time goes first:
     # between the two a row says "not entered yet" or "not left yet", with a time that nobody needs.

@@ -6,10 +6,12 @@ output rank samples from those, never from what the scheduler believes; where th
 """
 
 import asyncio
+import mmap
 import os
 import signal
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -177,7 +179,9 @@ class SimRank:
         self._loop = loop
         self.process = SimProcess(boot.rank, 0, os.eventfd(0, os.EFD_NONBLOCK), loop.create_future(), -1)
         self.process.sim = self
-        self._row = RankRow.open(boot.board, boot.rank, loop.time)
+        with Path(boot.board).open("r+b") as board:
+            self._memory = mmap.mmap(board.fileno(), 0)
+        self._row = RankRow(self._memory, boot.rank, loop.time)
         self._task = loop.create_task(self._run(), name=f"rank {boot.rank} of epoch {boot.epoch}")
 
     # -- from outside --------------------------------------------------------------------------------------------
@@ -191,6 +195,9 @@ class SimRank:
         self._hub.die(self.number)
         self._group.lost()
         self._task.cancel()
+        for view in (self._row._times, self._row._numbers):
+            view.release()
+        self._memory.close()
         if not self.process.exit_status.done():
             self.process.exit_status.set_result(how)
         if self.process.sentinel >= 0:
