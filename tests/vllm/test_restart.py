@@ -4,6 +4,7 @@ What is asked and expected is the matrix of test_same_tokens.py: samples with se
 """
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -243,6 +244,22 @@ async def test_the_zygote_is_made_anew_when_it_has_died() -> None:
         os.kill(running._zygote._process.pid, signal.SIGKILL)  # the kernel takes its ranks along
         await noticed.wait()
         assert await tokens(running, "after", 40) == plain
+
+
+async def test_a_frozen_heap_does_not_keep_the_engine_cores_of_former_epochs() -> None:
+    """vLLM's server freezes the heap, and its engine core freezes what there is as well, each one its own blocks."""
+    async with engine(**PP2) as running:
+        gc.freeze()
+        try:
+            frozen = []
+            for name in ("one", "two", "three"):
+                await lost(running, 0)
+                await tokens(running, name, 4)
+                frozen.append(gc.get_freeze_count())
+        finally:
+            gc.unfreeze()
+        blocks = running._epoch.scheduler.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        assert 0 < frozen[2] < frozen[1] + blocks
 
 
 GATES = ("idle", "die", "die after", "exit", "crash", "settling")

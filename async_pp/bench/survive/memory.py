@@ -15,7 +15,7 @@ EVERY_S = 1.0
 WARM_UP = 0.25
 """Share of the time that does not count: caches and pools fill."""
 
-ALLOWED = 0.05
+ALLOWED = 0.02
 """Growth by the fitted line, over the time that counts, by the median size: below it is flat."""
 
 

@@ -48,9 +48,13 @@ def make_engine_core(config: VllmConfig, make_executor: Callable[[VllmConfig], B
     """vLLM's engine core over our ranks. Blocks on the ranks: call it in a helper thread.
 
     vLLM freezes the heap of the process here, which is the host program's to decide: it is thawed again unless the host
-    had frozen it before. And it reads all its variables, once and for all, of which one is written by being read.
+    had frozen it before. Then it is thawed beforehand, for vLLM collects before it freezes: a former engine core,
+    frozen as this one will be, is full of cycles and would stay for ever.
+
+    And it reads all its variables, once and for all, of which one is written by being read.
     """
     frozen_before = gc.get_freeze_count()
+    gc.unfreeze()
     was_set = WRITTEN_WHEN_READ in os.environ
     core = EngineCore(config, make_executor, log_stats)
     if not frozen_before:
