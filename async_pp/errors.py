@@ -20,6 +20,7 @@
 """
 
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 
 class AsyncPPError(Exception):
@@ -43,6 +44,15 @@ class ConfigError(AsyncPPError):
 
 class UnsupportedVersion(ConfigError):
     """The vLLM that was found is not one this package was tested with."""
+
+
+class Where(TypedDict, total=False):
+    """Where and when a rank set was lost: see `EngineFailed`."""
+
+    rank: int | None
+    epoch: int
+    step: int | None
+    request_ids: Sequence[str]
 
 
 class EngineFailed(AsyncPPError):
@@ -76,75 +86,39 @@ class EngineFailed(AsyncPPError):
     def __str__(self) -> str:
         where = [f"rank {self.rank}"] if self.rank is not None else []
         where.append(f"epoch {self.epoch}")
-        where.append(f"step {self.step}" if self.step is not None else "no step in flight")
+        where.append(f"step {self.step}" if self.step is not None else "in no step")
         return f"{self.message} ({', '.join(where)})"
 
 
 class RankLost(EngineFailed):
     """A rank process ended. `exit_status` says how, in words ("signal SIGKILL", "exit code 1")."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        exit_status: str = "unknown",
-        rank: int | None = None,
-        epoch: int = 0,
-        step: int | None = None,
-        request_ids: Sequence[str] = (),
-    ) -> None:
-        super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
+    def __init__(self, message: str, *, exit_status: str = "unknown", **where: Unpack[Where]) -> None:
+        super().__init__(message, **where)
         self.exit_status = exit_status
 
 
 class RankHung(EngineFailed):
     """A rank was not done with a step, or a turn of its connectors, `deadline_s` seconds after it could begin."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        deadline_s: float,
-        rank: int | None = None,
-        epoch: int = 0,
-        step: int | None = None,
-        request_ids: Sequence[str] = (),
-    ) -> None:
-        super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
+    def __init__(self, message: str, *, deadline_s: float, **where: Unpack[Where]) -> None:
+        super().__init__(message, **where)
         self.deadline_s = deadline_s
 
 
 class RankError(EngineFailed):
     """A rank raised. `traceback` is the rank's own, as text of bounded length."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        traceback: str = "",
-        rank: int | None = None,
-        epoch: int = 0,
-        step: int | None = None,
-        request_ids: Sequence[str] = (),
-    ) -> None:
-        super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
+    def __init__(self, message: str, *, traceback: str = "", **where: Unpack[Where]) -> None:
+        super().__init__(message, **where)
         self.traceback = traceback
 
 
 class StartupError(EngineFailed):
     """A rank did not become ready. `phase` is what it was doing ("spawn", "load", "kv_cache")."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        phase: str = "spawn",
-        rank: int | None = None,
-        epoch: int = 0,
-        step: int | None = None,
-        request_ids: Sequence[str] = (),
-    ) -> None:
-        super().__init__(message, rank=rank, epoch=epoch, step=step, request_ids=request_ids)
+    def __init__(self, message: str, *, phase: str = "spawn", **where: Unpack[Where]) -> None:
+        super().__init__(message, **where)
         self.phase = phase
 
 

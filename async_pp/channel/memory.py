@@ -85,14 +85,6 @@ class MemoryEngineChannel:
         else:
             line.put(frame)
 
-    def send_if_connected(self, rank: int, message: Message, payload: Any = NO_PAYLOAD) -> bool:
-        """Send to a rank that may be gone. Returns whether it was sent."""
-        try:
-            self.send(rank, message, payload)
-        except RankUnreachable:
-            return False
-        return True
-
     def close(self) -> None:
         """No callback from now on; every rank's `recv` ends."""
         if not self._closed:

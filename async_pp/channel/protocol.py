@@ -38,9 +38,6 @@ class EngineChannel(Protocol):
     def send(self, rank: int, message: Message, payload: Any = NO_PAYLOAD) -> None:
         """Send to a rank. Raises RankUnreachable; never waits."""
 
-    def send_if_connected(self, rank: int, message: Message, payload: Any = NO_PAYLOAD) -> bool:
-        """Send to a rank that may be gone. Returns whether it was sent."""
-
     def close(self) -> None:
         """Stop and remove what was made. No callback comes after it; may be called again, also from a callback."""
 

@@ -114,14 +114,6 @@ class ZmqEngineChannel:
             raise RankUnreachable(rank) from error
         self._look_again()
 
-    def send_if_connected(self, rank: int, message: Message, payload: Any = NO_PAYLOAD) -> bool:
-        """Send to a rank that may be gone. Returns whether it was sent."""
-        try:
-            self.send(rank, message, payload)
-        except RankUnreachable:
-            return False
-        return True
-
     def close(self) -> None:
         """Stop reading, close the socket and its context, remove the socket file."""
         if self._drain_soon is not None:

@@ -28,9 +28,9 @@ from async_pp.core.policy import Policy, PolicyName
 from async_pp.core.recovery import Intensity, OnLoss, Recovery, Restart
 from async_pp.engine.core_client import InProcessClient
 from async_pp.engine.epoch import Epoch
-from async_pp.engine.executor import OnPhase
 from async_pp.engine.launch import StartDeadlines
 from async_pp.engine.lives import Lives, Loss
+from async_pp.engine.ports import OnPhase, ignore_phase
 from async_pp.engine.streams import Streams
 from async_pp.engine.vllm_seam.config import config_errors, make_config
 from async_pp.engine.vllm_seam.dead import as_dead, as_lost
@@ -43,10 +43,6 @@ from async_pp.ranks.runner import flush
 from async_pp.ranks.spawn import Zygote
 
 EngineState = Literal["starting", "serving", "restarting", "failed", "closed"]
-
-
-def ignore_phase(phase: str, rank: int | None, seconds: float) -> None:
-    """Start-up progress that nobody asked for."""
 
 
 class AsyncPPEngine(AsyncLLM):

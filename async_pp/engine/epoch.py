@@ -15,18 +15,17 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from async_pp.core.policy import Policy
-from async_pp.engine.executor import OnPhase, RankExecutor, RankLayout
+from async_pp.engine.executor import RankExecutor
 from async_pp.engine.launch import StartDeadlines
 from async_pp.engine.lives import Loss
+from async_pp.engine.ports import OnPhase
 from async_pp.engine.stepping import Stepping
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor, worker_call
-from async_pp.engine.vllm_seam.config import config_errors, cores
+from async_pp.engine.vllm_seam.config import config_errors, layout
 from async_pp.engine.vllm_seam.replay import Carried
 from async_pp.engine.vllm_seam.scheduler import VllmScheduler, loop_wake, make_engine_core
 from async_pp.errors import EngineFailed
 from async_pp.ranks.spawn import Zygote
-
-RUNNER = "async_pp.ranks.vllm_runner:VllmRunner"
 
 
 class Epoch:
@@ -73,15 +72,8 @@ class Epoch:
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[EngineFailed] = self._loop.create_future()
         self._stepping: Stepping | None = None
-        parallel = config.parallel_config
-        layout = RankLayout(
-            output_rank=parallel.world_size - parallel.tensor_parallel_size,
-            cpus=cores(config),
-            runner=RUNNER,
-            ranks_per_stage=parallel.world_size // parallel.pipeline_parallel_size,
-        )
         self.ranks = RankExecutor(
-            layout,
+            layout(config),
             zygote,
             epoch=number,
             on_phase=on_phase,

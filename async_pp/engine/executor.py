@@ -9,18 +9,20 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from async_pp.channel.pending import Pending
-from async_pp.channel.protocol import EngineChannel, MakeEngineChannel
+from async_pp.channel.protocol import EngineChannel, MakeEngineChannel, RankUnreachable
 from async_pp.channel.zmq_engine import ZmqEngineChannel
 from async_pp.core.deadlines import Deadline, Overdue, Row, Work
 from async_pp.core.gather import Scope
 from async_pp.engine.failures import RUNNING, Failures, wrong_hello
 from async_pp.engine.launch import StartDeadlines, launch, within
+from async_pp.engine.layout import RankLayout
+from async_pp.engine.ports import OnOutput, OnPhase, OnSpan, ignore_output, ignore_span
 from async_pp.engine.watch import StartWatch, StepWatch
 from async_pp.errors import EngineClosed, EngineFailed, StartupError, WireError
 from async_pp.ranks.board import Board
@@ -53,51 +55,6 @@ CLOSE_DEADLINE_S = 5.0
 RAISED_S = 2 * STATUS_DEADLINE_S
 """How long an error of a rank waits for the death of another, which may be its cause: of a process that ends, the
 kernel closes the sockets before it tells the end."""
-
-OnPhase = Callable[[str, int | None, float], None]
-"""Start-up progress: phase, rank (None: all of them), seconds it took."""
-
-OnSpan = Callable[[int, int, float, float], None]
-"""A stage's time for a step: stage, step, when it had the inputs and when it was done (monotonic seconds)."""
-
-
-OnOutput = Callable[[int, Any], None]
-"""What a rank's connectors report with a step that the rank does not answer: rank, output."""
-
-
-def ignore_output(rank: int, output: Any) -> None:
-    """Reports that nobody asked for: there is no connector."""
-
-
-def ignore_span(stage: int, step: int, began_s: float, ended_s: float) -> None:
-    """Times that nobody asked for."""
-
-
-@dataclass(frozen=True)
-class RankLayout:
-    """Where the ranks of one node run.
-
-    Attributes:
-        output_rank: the rank whose answers carry the sampled tokens; the first one of the last stage.
-        cpus: per rank the cores it is bound to, or None for unbound.
-        runner: dotted name of the Runner.
-        ranks_per_stage: ranks that share a stage (tensor parallelism); neighbours in rank order.
-    """
-
-    output_rank: int
-    cpus: Sequence[tuple[int, ...] | None]
-    runner: str
-    ranks_per_stage: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return len(self.cpus)
-
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return self.ranks // self.ranks_per_stage
 
 
 class RankExecutor:
@@ -406,7 +363,8 @@ class RankExecutor:
     def _send_all(self, channel: EngineChannel, message: ToRank, payload: Payload) -> None:
         """Send to every rank. One that is not there any more is left out: its end is about to be told."""
         for rank in range(self.layout.ranks):
-            channel.send_if_connected(rank, message, payload)
+            with suppress(RankUnreachable):
+                channel.send(rank, message, payload)
 
     def _open_channel(self) -> EngineChannel:
         if self.cause is not None:

@@ -20,17 +20,16 @@ from vllm.v1.executor.abstract import FailureCallback
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from async_pp.core.gather import Scope
-from async_pp.engine.executor import RankExecutor, RankLayout
+from async_pp.engine.executor import RankExecutor
+from async_pp.engine.ports import ignore_phase
 from async_pp.engine.vllm_seam.bridge import BridgeExecutor
-from async_pp.engine.vllm_seam.config import cores
+from async_pp.engine.vllm_seam.config import layout
 from async_pp.engine.vllm_seam.version import check
 from async_pp.errors import EngineFailed
 from async_pp.ranks.environment import PRELOAD, rank_environment
 from async_pp.ranks.runner import ConnectorOutput
 from async_pp.ranks.spawn import Zygote
 from async_pp.wire.messages import SampleMode
-
-RUNNER = "async_pp.ranks.vllm_runner:VllmRunner"
 
 
 class PipelineExecutor(BridgeExecutor):
@@ -44,17 +43,11 @@ class PipelineExecutor(BridgeExecutor):
         self._owned = owned
         self._next_step = 0
         self._unsampled: tuple[int, Any, Future[Any]] | None = None
-        parallel = vllm_config.parallel_config
-        layout = RankLayout(
-            output_rank=parallel.world_size - parallel.tensor_parallel_size,
-            cpus=cores(vllm_config),
-            runner=RUNNER,
-            ranks_per_stage=parallel.world_size // parallel.pipeline_parallel_size,
-        )
+        where = layout(vllm_config)
         owned.zygote = Zygote()
-        owned.ranks = RankExecutor(layout, owned.zygote, epoch=0, on_phase=_no_phase, on_lost=self._lost)
+        owned.ranks = RankExecutor(where, owned.zygote, epoch=0, on_phase=ignore_phase, on_lost=self._lost)
         try:
-            self._thread.run(_start(owned, vllm_config, rank_environment(parallel.world_size)))
+            self._thread.run(_start(owned, vllm_config, rank_environment(where.ranks)))
             super().__init__(vllm_config, owned.ranks, self._thread.loop)
             self.bind(self._thread.ident)
         except BaseException:
@@ -159,10 +152,6 @@ def _as_output(reported: ConnectorOutput | None) -> ModelRunnerOutput:
     """What the connectors of a rank report, as the output of its model runner."""
     kv, ec = reported or ConnectorOutput(None, None)
     return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=kv, ec_connector_output=ec)
-
-
-def _no_phase(phase: str, rank: int | None, seconds: float) -> None:
-    """vLLM's loop has no place for start-up progress."""
 
 
 async def _start(owned: _Owned, config: Any, environment: dict[str, str]) -> None:

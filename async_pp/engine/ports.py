@@ -4,7 +4,7 @@ In the engine vLLM's scheduler and rank processes stand behind them; tests and s
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,3 +128,25 @@ class ExecutorPort(Protocol):
 
     def release(self, step: int, grammar: Any) -> None:
         """Send the deferred sampling of a step."""
+
+
+OnPhase = Callable[[str, int | None, float], None]
+"""Start-up progress: phase, rank (None: all of them), seconds it took."""
+
+OnSpan = Callable[[int, int, float, float], None]
+"""A stage's time for a step: stage, step, when it had the inputs and when it was done (monotonic seconds)."""
+
+OnOutput = Callable[[int, Any], None]
+"""What a rank's connectors report with a step that the rank does not answer: rank, output."""
+
+
+def ignore_phase(phase: str, rank: int | None, seconds: float) -> None:
+    """Progress that nobody asked for."""
+
+
+def ignore_span(stage: int, step: int, began_s: float, ended_s: float) -> None:
+    """Times that nobody asked for."""
+
+
+def ignore_output(rank: int, output: Any) -> None:
+    """Reports that nobody asked for: there is no connector."""

@@ -22,7 +22,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils import random_uuid
 
 from async_pp.engine.client import AsyncPPEngine
-from async_pp.engine.executor import OnPhase
+from async_pp.engine.ports import OnPhase
 from async_pp.errors import ConfigError
 from async_pp.ranks.spawn import Zygote
 from async_pp.serve import defaults, support

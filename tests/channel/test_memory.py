@@ -119,12 +119,13 @@ async def test_a_rank_that_lives_on_the_loop_polls_when_it_is_told_to() -> None:
     rank = hub.rank_end(0, lambda: told.append("frame"))
     assert rank.poll() is None
     hub.freeze(0)
-    assert hub.send_if_connected(0, Close())
+    hub.send(0, Close())
     assert not told and rank.poll() is None
     hub.thaw(0)
     envelope = rank.poll()
     assert told == ["frame"] and envelope is not None and envelope.message == Close()
     hub.die(0)
-    assert not hub.send_if_connected(0, Close())
+    with pytest.raises(RankUnreachable):
+        hub.send(0, Close())
     with pytest.raises(EngineClosed):
         rank.poll()

@@ -4,7 +4,9 @@ import asyncio
 from operator import methodcaller
 from typing import Any
 
-from async_pp.engine.executor import OnSpan, RankExecutor, RankLayout, ignore_span
+from async_pp.engine.executor import RankExecutor
+from async_pp.engine.layout import RankLayout
+from async_pp.engine.ports import OnSpan, ignore_span
 from async_pp.errors import EngineFailed
 from async_pp.ranks.sleeping_runner import StageTime
 from async_pp.ranks.spawn import Zygote

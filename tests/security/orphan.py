@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import psutil
 
 from async_pp.core.gather import Scope
-from async_pp.engine.executor import RankExecutor, RankLayout
+from async_pp.engine.executor import RankExecutor
+from async_pp.engine.layout import RankLayout
 from async_pp.ranks.environment import rank_environment
 from async_pp.ranks.sleeping_runner import Load, StageTime
 from async_pp.ranks.spawn import RankSpec, Zygote

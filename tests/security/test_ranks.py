@@ -21,7 +21,7 @@ from async_pp.ranks.environment import rank_environment
 from async_pp.ranks.runner import OnWorker
 from async_pp.ranks.spawn import Zygote
 from async_pp.wire.frames import KEY_BYTES
-from tests.engine.test_executor import Set
+from tests.engine.rank_sets import Set
 from tests.security import lies
 from tests.security.mutations import TO_RANK, Direction, flat, mutate, sealer
 

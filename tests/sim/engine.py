@@ -18,8 +18,9 @@ from async_pp.channel.memory import MemoryEngineChannel
 from async_pp.core.recovery import Recovery, Restart
 from async_pp.engine.client import AsyncPPEngine
 from async_pp.engine.epoch import Epoch
-from async_pp.engine.executor import RankExecutor, RankLayout
+from async_pp.engine.executor import RankExecutor
 from async_pp.engine.launch import StartDeadlines
+from async_pp.engine.layout import RankLayout
 from async_pp.engine.lives import Loss
 from async_pp.engine.stepping import Stepping
 from async_pp.engine.vllm_seam.config import config_errors

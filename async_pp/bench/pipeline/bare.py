@@ -13,7 +13,8 @@ from async_pp.bench.pipeline.loads import WARM_UP, Load, Section, cohorts_of
 from async_pp.bench.pipeline.measured import Answered, Measured
 from async_pp.bench.pipeline.settings import Settings, Tell
 from async_pp.core.gather import Scope
-from async_pp.engine.executor import RankExecutor, RankLayout
+from async_pp.engine.executor import RankExecutor
+from async_pp.engine.layout import RankLayout
 from async_pp.errors import EngineFailed, first_of
 from async_pp.ranks.environment import rank_environment
 from async_pp.ranks.sleeping_runner import Load as Work

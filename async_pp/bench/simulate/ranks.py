@@ -13,7 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from async_pp.bench.simulate.stages import Oracle, StageCost, StepLoad
 from async_pp.core.gather import Scope
-from async_pp.engine.executor import OnSpan
+from async_pp.engine.ports import OnSpan
 from async_pp.wire.messages import SampleMode
 
 TOKEN = 7

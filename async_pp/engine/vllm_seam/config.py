@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
+from async_pp.engine.layout import RankLayout
 from async_pp.engine.vllm_seam.connector_config import check_known, check_platform
 from async_pp.engine.vllm_seam.plugin import BACKEND
 from async_pp.errors import ConfigError, first_of
@@ -26,6 +27,8 @@ from async_pp.ranks.environment import split_cores
 
 FREE_MEMORY_FOR_KV = 0.4
 """Share of a node's free memory that the KV caches of its ranks take together on CPU."""
+
+RUNNER = "async_pp.ranks.vllm_runner:VllmRunner"
 
 MOST_KV_BYTES = 4 << 30
 """Largest KV cache of a rank that is made unasked on CPU: every page is touched at start, about 1 s per GiB."""
@@ -133,6 +136,17 @@ def share_memory(config: VllmConfig) -> None:
     ranks_per_node = math.ceil(config.parallel_config.world_size / len(nodes))
     free_bytes = min(get_memory_node_info(node).available_memory for node in nodes)
     cache.kv_cache_memory_bytes = min(MOST_KV_BYTES, int(FREE_MEMORY_FOR_KV * free_bytes / ranks_per_node))
+
+
+def layout(config: VllmConfig) -> RankLayout:
+    """Where the ranks of a configuration run. The first rank of the last stage answers."""
+    parallel = config.parallel_config
+    return RankLayout(
+        output_rank=parallel.world_size - parallel.tensor_parallel_size,
+        cpus=cores(config),
+        runner=RUNNER,
+        ranks_per_stage=parallel.world_size // parallel.pipeline_parallel_size,
+    )
 
 
 def cores(config: VllmConfig, environment: Mapping[str, str] = os.environ) -> list[tuple[int, ...] | None]:
