@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import stat
+import string
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,9 @@ from async_pp.errors import ConfigError
 
 SHARED_MEMORY = Path("/dev/shm")
 
-_NAME = re.compile(r"async_pp-[0-9a-f]{16}")
+_LETTERS = string.ascii_lowercase + string.digits
+_LENGTH = 8  # a socket's path has room for little more than a hundred characters in all
+_NAME = re.compile(rf"async_pp-[{_LETTERS}]{{{_LENGTH}}}")
 
 
 class RuntimeFolder:
@@ -39,7 +42,8 @@ class RuntimeFolder:
     @classmethod
     def named(cls) -> Self:
         """A folder that does not exist yet, in the folder for temporary files."""
-        return cls(Path(tempfile.gettempdir()) / f"async_pp-{secrets.token_hex(8)}")
+        letters = "".join(secrets.choice(_LETTERS) for _ in range(_LENGTH))
+        return cls(Path(tempfile.gettempdir()) / f"async_pp-{letters}")
 
     def make(self) -> bool:
         """Make it and lock it. Returns False when the start of another engine swept it away in that moment.

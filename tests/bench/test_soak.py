@@ -49,6 +49,7 @@ def test_bad_input(argv, capsys):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_three_starts_leave_nothing():
     model = str(soak.resolve_model("tiny"))

@@ -251,7 +251,7 @@ async def compare(running: Any, scratch: Path, *, stored: bool) -> None:
 
 async def nothing_is_left(running: Any) -> None:
     """Check that all requests are gone and all blocks are free, and that the connector knows of none."""
-    scheduler = running.engine_core._scheduler.scheduler
+    scheduler = running._epoch.scheduler.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     while scheduler.requests or scheduler.has_finished_requests():  # bounded by the test's timeout
         await running.collective_rpc("get_supported_tasks")
@@ -287,7 +287,7 @@ async def test_a_file_that_is_damaged_gives_the_policys_outcome(policy: str, tmp
     long, short = text(103, 40), text(1, 20)
     async with with_storage(folder, "kv_both", PP2, kv_load_failure_policy=policy) as running:
         want = [await tokens(running, f"first {prompt[:9]}", prompt=prompt) for prompt in (long, short)]
-        names = running.engine_core._scheduler.scheduler.connector._names(
+        names = running._epoch.scheduler.scheduler.connector._names(
             request("names", running.get_tokenizer()(long).input_ids)
         )
         assert len(names) > 3

@@ -47,7 +47,7 @@ def test_it_is_private_and_goes_with_what_is_in_it_and_its_shared_memory(tempora
         os.umask(before)
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
     (made.path / "engine.sock").touch()
-    others = folder.SHARED_MEMORY / "async_pp-0000000000000000-cpu"
+    others = folder.SHARED_MEMORY / "async_pp-00000000-cpu"
     others.touch()
     (folder.SHARED_MEMORY / f"{made.path.name}-cpu-0").touch()
     made.remove()
@@ -89,9 +89,9 @@ def test_links_and_what_is_not_private_are_left_alone(temporary: Path, tmp_path:
     target = tmp_path / "of somebody"
     target.mkdir(0o700)
     (target / "precious").touch()
-    (temporary / "async_pp-0123456789abcdef").symlink_to(target)
-    (temporary / "async_pp-0123456789abcdee").mkdir(0o755)
-    (temporary / "async_pp-0123456789abcded").touch(0o700)
+    (temporary / "async_pp-0123abcx").symlink_to(target)
+    (temporary / "async_pp-0123abcy").mkdir(0o755)
+    (temporary / "async_pp-0123abcz").touch(0o700)
     inside = left_by_a_power_loss()
     (inside / "link").symlink_to(target)
     assert sweep() == [inside]

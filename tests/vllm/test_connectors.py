@@ -133,7 +133,8 @@ async def test_tokens_are_the_same_with_what_was_stored_and_without(kind: str, s
         assert stored_files(other) == files
 
 
-@pytest.mark.parametrize("sizes", [PP2, pytest.param(TP2_PP2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the example for prefill and decode does it live
+@pytest.mark.parametrize("sizes", [PP2, TP2_PP2])
 async def test_one_engine_produces_and_another_consumes(sizes: Any, tmp_path: Path) -> None:
     """And what a request brings for its connector goes in, and what the connector says of it comes out."""
     folder = tmp_path / "stored"

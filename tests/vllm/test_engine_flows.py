@@ -246,6 +246,7 @@ async def test_a_cache_that_is_too_small_for_one_request_is_a_configuration_erro
 
 
 @pytest.mark.slow  # an example does the same in each default run
+@pytest.mark.slow  # an example runs two
 async def test_two_engines_in_one_process() -> None:
     async with engine(pipeline_parallel_size=2, max_num_batched_tokens=64) as one, engine() as two:
         first, second = await asyncio.gather(tokens(one, "same id", 30), tokens(two, "same id", 30))

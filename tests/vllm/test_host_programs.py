@@ -40,6 +40,7 @@ def surroundings() -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_thread_with_loops_of_its_own_one_after_the_other() -> None:
     """A notebook's kernel, a worker thread of a web server: not the main thread, and not the last loop of its thread."""
     importlib.import_module("async_pp.engine.client")  # importing vLLM configures its logger: that is not the engine

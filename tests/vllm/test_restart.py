@@ -139,6 +139,7 @@ async def test_what_comes_while_ranks_are_restarted_waits() -> None:
         nothing_is_held(running)
 
 
+@pytest.mark.slow
 async def test_a_utility_that_was_under_way_fails_and_adapters_come_back(tmp_path: Path) -> None:
     from tests.vllm.drive import lora_request
 
@@ -171,7 +172,8 @@ async def test_a_request_that_always_kills_its_rank_fails_alone() -> None:
         nothing_is_held(running)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 async def test_with_fail_the_open_requests_end_and_the_engine_goes_on(rank: int) -> None:
     starting = engine(options={"on_rank_loss": "fail"}, **PP2)
     count = Tokens(starting)
@@ -237,6 +239,7 @@ async def test_a_rank_that_dies_while_it_is_restarted_costs_one_more_restart(pha
         assert running.losses == 2 and running._epoch.number == 2
 
 
+@pytest.mark.slow
 async def test_the_zygote_is_made_anew_when_it_has_died() -> None:
     async with engine(**PP2) as running:
         plain = await tokens(running, "plain", 40)

@@ -56,7 +56,8 @@ async def compare(
 @pytest.mark.parametrize(
     ("name", "stages"),
     [
-        *[("base", stages) for stages in (1, 2)],
+        ("base", 2),
+        pytest.param("base", 1, marks=pytest.mark.slow),
         *[(name, 2) for name in ("budget", "pressure")],
         # One stage has no policy and no neighbour: what is left of these is vLLM's own. Four are between two and eight.
         pytest.param("base", 4, marks=pytest.mark.slow),
