@@ -24,8 +24,7 @@ from async_pp.errors import ConfigError
 SHARED_MEMORY = Path("/dev/shm")
 
 _LETTERS = string.ascii_lowercase + string.digits
-_LENGTH = 8  # a socket's path has room for little more than a hundred characters in all
-_NAME = re.compile(rf"async_pp-[{_LETTERS}]{{{_LENGTH}}}")
+_NAME = re.compile(r"async_pp-[a-z0-9]{8}")
 
 
 class RuntimeFolder:
@@ -42,7 +41,8 @@ class RuntimeFolder:
     @classmethod
     def named(cls) -> Self:
         """A folder that does not exist yet, in the folder for temporary files."""
-        letters = "".join(secrets.choice(_LETTERS) for _ in range(_LENGTH))
+        # No more letters: a socket's path has room for little more than a hundred characters in all.
+        letters = "".join(secrets.choice(_LETTERS) for _ in range(8))
         return cls(Path(tempfile.gettempdir()) / f"async_pp-{letters}")
 
     def make(self) -> bool:

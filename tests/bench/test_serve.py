@@ -93,7 +93,7 @@ def check(rows, systems):
 @pytest.mark.parametrize(
     ("against", "systems"),
     [
-        pytest.param("none", ["async_pp"], marks=real),
+        pytest.param("none", ["async_pp"], marks=[*real, pytest.mark.slow]),
         pytest.param("vllm", ["async_pp", "vllm"], marks=[*real, pytest.mark.slow]),
     ],
 )

@@ -75,7 +75,7 @@ def test_nothing_outlives_a_killed_program(gate: str, processes: int, made: bool
 @pytest.mark.parametrize(
     "gate, stages, in_stage",
     [
-        pytest.param("load", 1, 2, marks=pytest.mark.slow),
+        ("load", 1, 2),
         pytest.param("device", 1, 2, marks=pytest.mark.slow),
         pytest.param("ready", 1, 2, marks=pytest.mark.slow),
         pytest.param("device", 2, 1, marks=pytest.mark.slow),

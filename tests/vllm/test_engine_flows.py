@@ -158,6 +158,7 @@ async def test_a_request_is_gone_when_its_consumer_is_cancelled() -> None:
         assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1  # one is vLLM's null block
 
 
+@pytest.mark.slow  # the cases of the same tokens have grammars among others
 async def test_structured_output_among_plain_requests() -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -221,7 +222,8 @@ async def test_encoder_only_model(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 async def test_ngram_speculation_changes_no_token(stages: int) -> None:
     prompt = "copper " * 12
     async with engine() as running:

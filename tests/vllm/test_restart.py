@@ -222,7 +222,8 @@ async def test_closing_in_the_middle_of_a_restart_leaves_nothing() -> None:
     assert isinstance(caught.value.__cause__, EngineClosed)
 
 
-@pytest.mark.parametrize("phase", ["device", pytest.param("load", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["device", "load"])
 async def test_a_rank_that_dies_while_it_is_restarted_costs_one_more_restart(phase: str) -> None:
     left = [1]
 
@@ -249,6 +250,7 @@ async def test_the_zygote_is_made_anew_when_it_has_died() -> None:
         assert await tokens(running, "after", 40) == plain
 
 
+@pytest.mark.slow
 async def test_a_frozen_heap_does_not_keep_the_engine_cores_of_former_epochs() -> None:
     """vLLM's server freezes the heap, and its engine core freezes what there is as well, each one its own blocks."""
     async with engine(**PP2) as running:

@@ -76,6 +76,7 @@ async def test_every_policy(tmp_path: Path) -> None:
     await compare(BASE, BASE.cases, tmp_path, policies, pipeline_parallel_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_one_layer_per_rank(tmp_path: Path) -> None:
     await compare(BASE, (PLAIN,), tmp_path, pipeline_parallel_size=8)

@@ -22,6 +22,7 @@ NULL_WITHOUT_VLLM = {"vllm_tokens_per_s", "vllm_ttft_ms_p50", "vllm_empty_steps"
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("fonts_are_open")
 def test_ours_beside_the_bare_pipe_and_the_formula(tmp_path, capsys):

@@ -74,6 +74,7 @@ def test_what_vllm_refuses_is_one_line(capsys):
     assert err.startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_and_nothing_is_left(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "async_pp.bench", "simulate", "--pp", "8", "--requests", "5000"],
