@@ -95,6 +95,18 @@ def called(of: Any, method: str, times: int = 1) -> asyncio.Event:
     return happened
 
 
+def before(of: Any, method: str, act: Callable[[], None]) -> None:
+    """Act before the next call of a method of an object."""
+    whole = getattr(of, method)
+
+    def call(*args: Any, **more: Any) -> Any:
+        setattr(of, method, whole)
+        act()
+        return whole(*args, **more)
+
+    setattr(of, method, call)
+
+
 async def lost(running: Any, rank: int) -> None:
     """Kill a rank, and wait until the loss was noticed."""
     noticed = called(running.engine_core, "suspend")
@@ -267,18 +279,16 @@ async def test_a_frozen_heap_does_not_keep_the_engine_cores_of_former_epochs() -
         assert 0 < frozen[2] < frozen[1] + blocks
 
 
-GATES = ("idle", "die", "die after", "exit", "crash", "settling")
+GATES = ("idle", "dispatching", "settling", *VERBS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stages", [2, 3])
 async def test_thirty_two_streams_survive_a_kill_of_each_rank_at_each_gate(stages: int) -> None:
-    """Idle, computing, replying, settling; starting and loading are above, draining is the server's."""
-    from vllm import SamplingParams
-
+    """Idle, dispatching, computing, replying, settling, in every way; starting and loading are above."""
     arguments = COMMON | FAULTY | {"pipeline_parallel_size": stages}
-    async with engine(options={"restarts": MANY}, **arguments) as running:
+    async with engine(options={"restarts": MANY, "step_deadline_s": 3.0}, **arguments) as running:
         prompts = [text(i, 3 + i % 7) for i in range(32)]
 
         async def streams(name: str) -> list[list[int]]:
@@ -292,23 +302,23 @@ async def test_thirty_two_streams_survive_a_kill_of_each_rank_at_each_gate(stage
                 if gate == "idle":
                     await lost(running, rank)
                     assert await streams(name) == plain, name
-                elif gate == "settling":
-                    scheduler = running._epoch.scheduler
-                    settle = scheduler.settle
-
-                    def settled(*args: Any, rank: int = rank, settle: Any = settle, scheduler: Any = scheduler) -> Any:
-                        scheduler.settle = settle
-                        kill(running, rank)
-                        return settle(*args)
-
-                    scheduler.settle = settled
+                elif gate in ("dispatching", "settling"):
+                    of, method = (
+                        (running._epoch.ranks, "execute")
+                        if gate == "dispatching"
+                        else (running._epoch.scheduler, "settle")
+                    )
+                    before(of, method, lambda rank=rank: kill(running, rank))
                     assert await streams(name) == plain, name
                 else:
-                    marked = {"prompt_token_ids": [VERBS[gate], rank, 9]}
-                    fault = running.generate(marked, SamplingParams(max_tokens=4), f"fault {name}")
                     others = asyncio.create_task(streams(name))
-                    with pytest.raises(RequestLost, match="poison"):
-                        await anext(fault)
+                    ends = await asyncio.gather(
+                        tokens(running, f"fault {name}", 4, {"prompt_token_ids": [VERBS[gate], rank, 9]}),
+                        return_exceptions=True,
+                    )
                     assert await others == plain, name
-                assert running.losses == losses + (1 if gate in ("idle", "settling") else 2), name
+                    # A step whose answer is there before the death was seen is settled: then the request goes on, too.
+                    assert gate == "die after" or (isinstance(ends[0], RequestLost) and ends[0].poison), name
+                once = gate not in VERBS
+                assert losses < running.losses <= losses + (1 if once else 4), name
                 nothing_is_held(running)
