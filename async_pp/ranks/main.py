@@ -4,6 +4,9 @@ No asyncio here: a loop plus a compute thread in the rank cost eight times the r
 Messages are taken in the order sent. The one exception is a step whose sampling was deferred by the engine: until its
 `Sample` arrives, whatever else arrives is held back, because the next step's forward pass would overwrite the state
 that the sampling needs.
+
+Stages hand hidden states over by their order alone. A rank that has raised in a step may have left its hand-over out:
+what it computed after that would be taken for another step's. So it computes no further step.
 """
 
 import os
@@ -99,17 +102,18 @@ class RankLoop:
         self._spans: list[tuple[int, float, float]] = []
         self._spans_per_message = 1  # then twice as many each time: the first times are wanted at once
         self._held: deque[Envelope] = deque()
-        self._failed: set[int] = set()  # steps whose `Sample` may still come
+        self._failed = False  # a step has raised
 
     def run(self) -> None:
-        """Serve until `Close` comes. An error of the runner is reported and the loop goes on: the engine decides."""
+        """Serve until `Close` comes. An error of the runner is reported; after one in a step only calls are served."""
         try:
             while True:
                 envelope = self._held.popleft() if self._held else self._channel.recv()
                 match envelope.message:
                     case Execute():
                         self._row.enter()
-                        self._execute(envelope.message, envelope)
+                        if not self._failed:
+                            self._execute(envelope.message, envelope)
                         self._row.leave()
                     case Call(call=call):
                         self._row.enter()
@@ -117,8 +121,8 @@ class RankLoop:
                         self._row.leave()
                     case Close():
                         raise _Closing
-                    case Sample(step=step) if step in self._failed:
-                        self._failed.remove(step)
+                    case Sample() if self._failed:
+                        pass
                     case other:
                         raise RuntimeError(f"the engine sent {type(other).__name__} out of turn")
         except _Closing:
@@ -131,10 +135,9 @@ class RankLoop:
         except _Closing:
             raise
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine decides; so for SystemExit
+            self._failed = True
             kind, text = describe(error)
             self._channel.send(StepFailed(step=message.step, kind=kind, text=text))
-            if message.sample == "later":
-                self._failed.add(message.step)
 
     def _step(self, message: Execute, envelope: Envelope) -> None:
         work, grammar = envelope.load()

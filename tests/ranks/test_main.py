@@ -205,7 +205,7 @@ async def test_times_of_steps_without_an_answer_are_told_many_at_once_and_before
     await rank.end()
 
 
-async def test_a_step_that_raises_is_told_by_any_rank_and_the_loop_goes_on() -> None:
+async def test_a_step_that_raises_is_told_by_any_rank_and_calls_are_served() -> None:
     rank = await Rank(is_output=False).start()
     rank.send(Execute(step=1, sample="now", reply="output"), (KeyError("lost"), None))
     failed = (await rank.next()).message
@@ -218,18 +218,20 @@ async def test_a_step_that_raises_is_told_by_any_rank_and_the_loop_goes_on() -> 
     assert [rank.row._numbers[word] for word in (1, 3)] == [2, 2], "entered and left, the failed one too"
 
 
-async def test_the_word_to_sample_a_step_that_has_raised_is_not_out_of_turn() -> None:
-    """Else the rank would end by it, and its end would be told in place of what it raised."""
-    rank = await Rank(is_output=False).start()
+async def test_after_a_step_that_raised_no_other_is_computed_and_no_word_to_sample_is_out_of_turn() -> None:
+    """The next stage would take what is handed on for the states of the step that raised, and answer it with them."""
+    rank = await Rank(is_output=True).start()
     rank.send(Execute(step=1, sample="later", reply="output"), (KeyError("lost"), None))
     assert isinstance((await rank.next()).message, StepFailed)
     rank.send(Execute(step=2, sample="later", reply="output"), ({}, None))
+    rank.send(Execute(step=3, sample="now", reply="output"), ({}, None))
     rank.send(Sample(step=1), None)
     rank.send(Sample(step=2), None)
     rank.send(Call(call=1), OnWorker(methodcaller("double", 2)))
-    said = [await rank.next() for _ in range(2)]
-    assert isinstance(said[0].message, Spans) and said[1].load() == 4
-    await rank.end()
+    assert (await rank.next()).load() == 4, "the answer of a step has come before"
+    (name, failed), end = await rank.end()
+    assert (name, type(failed), end) == ("execute", KeyError, "close")
+    assert [rank.row._numbers[word] for word in (1, 3)] == [4, 4], "the watch counts those left out, too"
 
 
 class Unspeakable(Exception):

@@ -83,9 +83,10 @@ class SimProcess(RankProcess):
 
 
 class Group:
-    """What the ranks of an epoch share: hidden states on their way.
+    """What the ranks of an epoch share: hidden states on their way. They come in order and do not say of which step.
 
     Args:
+        ranks_per_stage: how many hand on each.
         notice_s: when those who wait for a dead rank find out; None: never.
     """
 
@@ -93,19 +94,22 @@ class Group:
         self.broken = False
         self._ranks_per_stage = ranks_per_stage
         self._notice_s = notice_s
-        self._done: dict[tuple[int, int], int] = {}
+        self._steps: dict[tuple[int, int], list[int]] = {}
         self._ready: dict[tuple[int, int], asyncio.Event] = {}
 
-    async def hidden(self, step: int, stage: int) -> None:
-        """Wait until a stage has computed a step."""
-        await self._event(step, stage).wait()
-        if self._done.get((step, stage), 0) < self._ranks_per_stage:
+    async def hidden(self, stage: int, place: int) -> set[int]:
+        """Wait for what a stage hands on at a place of the order. Returns the step that it is of."""
+        await self._event(stage, place).wait()
+        steps = self._steps.get((stage, place), [])
+        if len(steps) < self._ranks_per_stage:
             raise PeerGone("connection closed by peer")
+        return set(steps)
 
-    def computed(self, step: int, stage: int) -> None:
-        self._done[step, stage] = done = self._done.get((step, stage), 0) + 1
-        if done == self._ranks_per_stage:
-            self._event(step, stage).set()
+    def hand_on(self, stage: int, place: int, step: int) -> None:
+        steps = self._steps.setdefault((stage, place), [])
+        steps.append(step)
+        if len(steps) == self._ranks_per_stage:
+            self._event(stage, place).set()
 
     def lost(self) -> None:
         """A rank has died."""
@@ -117,10 +121,10 @@ class Group:
         for event in self._ready.values():
             event.set()
 
-    def _event(self, step: int, stage: int) -> asyncio.Event:
-        event = self._ready.get((step, stage))
+    def _event(self, stage: int, place: int) -> asyncio.Event:
+        event = self._ready.get((stage, place))
         if event is None:
-            event = self._ready[step, stage] = asyncio.Event()
+            event = self._ready[stage, place] = asyncio.Event()
             if self.broken:
                 event.set()
         return event
@@ -170,7 +174,9 @@ class SimRank:
         self._running = asyncio.Event()
         self._running.set()
         self._held: deque[Envelope] = deque()
-        self._failed: set[int] = set()
+        self._failed = False
+        self._taken = 0  # hand-overs
+        self._given = 0
         self._spans: list[tuple[int, float, float]] = []
         self._spans_per_message = 1
         self._known: dict[str, list[int]] = {}
@@ -241,7 +247,8 @@ class SimRank:
             match envelope.message:
                 case Execute() as message:
                     self._row.enter()
-                    await self._execute(message, envelope)
+                    if not self._failed:
+                        await self._execute(message, envelope)
                     self._row.leave()
                 case Call(call=call):
                     self._row.enter()
@@ -250,8 +257,8 @@ class SimRank:
                 case Close():
                     self._say(Bye(reason="closed"))
                     raise _Dies("exit code 0")
-                case Sample(step=step) if step in self._failed:
-                    self._failed.remove(step)
+                case Sample() if self._failed:
+                    pass
                 case other:
                     self._story.require(False, f"the engine sent {type(other).__name__} out of turn")
 
@@ -261,10 +268,13 @@ class SimRank:
             work, grammar = envelope.load()
             work = self._learn(work)
             if self.stage:
-                await self._group.hidden(step, self.stage - 1)
+                of = await self._group.hidden(self.stage - 1, self._taken)
+                self._taken += 1
+                self._story.require(of == {step}, f"step {step} is computed from the hidden states of {of}")
             began_s = self._loop.time()
             await self._compute(work)
-            self._group.computed(step, self.stage)
+            self._group.hand_on(self.stage, self._given, step)
+            self._given += 1
             ended_s = self._loop.time()
             if message.sample == "later":
                 grammar = await self._await_sample(step)
@@ -272,9 +282,8 @@ class SimRank:
             answer = self._sampled(work, grammar) if self._is_output else None
         except SimError as error:
             kind, text = describe(error)
+            self._failed = True
             self._say(StepFailed(step=step, kind=kind, text=text))
-            if message.sample == "later":
-                self._failed.add(step)
             return
         if self._is_output:
             ended_s = self._loop.time()
