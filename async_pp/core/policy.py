@@ -50,9 +50,6 @@ LEAST_PIECE = 4
 NEARLY_BEST = 0.85
 """Prompts are spread over one step, or as many as stages, unless the best number takes less than this share of that."""
 
-NEARLY = 1.25
-"""A prompt that takes up to so many times what is left of a step is not cut."""
-
 HYSTERESIS = 0.97
 """Another number of cohorts must take less than this share of the present one's time per token to replace it."""
 
@@ -346,7 +343,7 @@ class Balanced:
         tokens = 0
         for prompt in view.prompts:
             whole_s = _seconds(line, prompt, prompt.remaining)
-            if whole_s <= NEARLY * budget_s:
+            if whole_s <= budget_s:
                 tokens += prompt.remaining
                 ending -= 1
             elif tokens and whole_s <= LEAST_PIECE * line.sequence:

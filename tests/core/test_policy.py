@@ -191,10 +191,10 @@ def test_a_short_prompt_is_not_cut_to_fill_a_step_up() -> None:
     assert tokens(16, 400) > 16, "a long one is cut in any case"
 
 
-def test_a_prompt_that_is_nearly_through_is_not_cut() -> None:
-    policy = taught()
-    tokens = policy.limits(View(32, [100] * 4, context=3200, prompts=[Prompt(0, 36)], flying=7)).prompt_tokens
-    assert tokens == 36
+def test_a_prompt_that_is_nearly_through_is_cut_like_any_other() -> None:
+    """A longer step holds up the whole round: in deep pipes that costs more than the sequence of a further piece."""
+    limits = taught().limits(View(32, [100] * 4, context=3200, prompts=[Prompt(0, 36)], flying=7))
+    assert 20 < limits.prompt_tokens < 36
 
 
 def test_a_long_prompt_leaves_room_for_short_ones() -> None:
