@@ -273,6 +273,9 @@ class VllmScheduler:
         limits = self.policy.limits(steering.view(found, sum(step.only_decodes for step in self._flying)))
         if not limits.decodes and not (found.prompts and limits.prompt_tokens) and not tells:
             return None, False
+        # An attempt that takes nothing is no step, and would still have to be sent to the connectors.
+        if self._flying and steering.no_room(found, limits):
+            return None, False
         output = steering.schedule(found, limits)
         if self.connectors is not None:
             self._requests.note()
