@@ -372,3 +372,9 @@ def test_random_faults(cores, stages, paced, role, seeds):
     assert any(rig.ranks.preempted for rig in rigs)
     again = play_random(core, seeds[0])
     assert again.story == rigs[0].story and again.ends == rigs[0].ends
+
+
+@pytest.mark.parametrize("stages, seed", [(2, 135), (4, 22)])
+def test_what_is_sent_beside_steps_makes_a_decode_due_where_workers_count_it(cores, stages, seed):
+    """With vLLM's async scheduling, and no step in flight that would have the decode looked at again."""
+    play_random(cores(stages, paced=True), seed)
