@@ -504,6 +504,8 @@ class RankExecutor:
     def _missing(self, work: Work) -> list[int]:
         """The ranks whose answer to a work has not come."""
         ranks = range(self.layout.ranks)
+        # Memory is not ordered between processes: a rank that left just when the output rank answered may not have seen
+        # that, and have said no word.
         self._see_silent()
         if work.step is not None:
             return [rank for rank in ranks if (work.step, rank) in self._steps]
