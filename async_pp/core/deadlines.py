@@ -82,12 +82,14 @@ class Row(NamedTuple):
     Attributes:
         entered, entered_s: the work that it took up last, and when.
         left, left_s: the work that it was done with last, and when. Failing is leaving too.
+        told: messages about steps that it had sent, or begun to send, before it left that.
     """
 
     entered: int
     entered_s: float
     left: int
     left_s: float
+    told: int = 0
 
 
 @dataclass(slots=True)
@@ -158,12 +160,13 @@ class Backlog:
         self._place: tuple[int, Sequence[int]] | None = None  # what is on the clock: work, ranks
         self._since_s = 0.0
 
-    def step(self, step: int, now_s: float, *, deferred: bool) -> None:
-        """A step was sent. `deferred`: `released` follows."""
+    def step(self, step: int, now_s: float, *, deferred: bool) -> int:
+        """A step was sent. `deferred`: `released` follows. Returns which work of the ranks it is."""
         self._sent += 1
         self._works[self._sent] = work = Work(step, None, None if deferred else now_s)
         if deferred:
             self._deferred[step] = work
+        return self._sent
 
     def released(self, step: int, now_s: float) -> None:
         """The word to sample a deferred step was sent."""

@@ -107,6 +107,8 @@ class RankExecutor:
         self._clock = clock
         self._steps: Pending[tuple[int, int], Any] = Pending()
         self._calls: Pending[tuple[int, int], Any] = Pending()
+        self._heard = [0] * layout.ranks  # messages about steps that have come
+        self._works: dict[int, int] = {}  # steps that every rank answers, and which work of the ranks each is
         self._attends: dict[int, int] = {}  # calls for the connectors, and how many ranks have not answered
         self._raised: asyncio.TimerHandle | None = None  # an error that may have a cause
         self._board: Board | None = None
@@ -237,6 +239,9 @@ class RankExecutor:
     ) -> list[tuple[int, asyncio.Future[Any]]]:
         """Send a step to every rank. Returns the futures of the answers that the step waits for, by rank.
 
+        With `Scope.ALL` the answer of a rank that has nothing to say is None, and mostly no message: that it is done is
+        seen on the board, when the output rank answers.
+
         Args:
             step: its number.
             work: what the runners execute; encoded once for all ranks.
@@ -250,7 +255,9 @@ class RankExecutor:
         message = Execute(step=step, sample=sample, reply="all" if scope is Scope.ALL else "output")
         payload = Payload.dump((work, grammar))
         self._send_all(channel, message, payload)
-        self._watch.step(step, deferred=sample == "later")
+        work_number = self._watch.step(step, deferred=sample == "later")
+        if scope is Scope.ALL:
+            self._works[step] = work_number
         return futures
 
     def attend(self, work: Any) -> list[tuple[int, asyncio.Future[Any]]]:
@@ -386,10 +393,14 @@ class RankExecutor:
     def _take(self, rank: int, envelope: Envelope) -> None:
         match envelope.message:
             case StepReply(step=step, began_s=began_s, ended_s=ended_s):
+                self._heard[rank] += 1
                 self._take_span(rank, step, began_s, ended_s)
                 self._steps.resolve((step, rank), envelope.load())
+                self._see_silent()
             case Reported():
+                self._heard[rank] += 1
                 self._on_output(rank, envelope.load())
+                self._see_silent()
             case Spans(spans=spans):
                 for span in spans:
                     self._take_span(rank, *span)
@@ -420,6 +431,28 @@ class RankExecutor:
                 self._on_phase(name, rank, seconds)
                 if name == "load":
                     self._loaded(rank)
+
+    def _see_silent(self) -> None:
+        """Find the ranks that have nothing to say of a step that the output rank has answered.
+
+        Such a rank has left the step, and every message that it had sent by then has come. One that leaves it later
+        finds on the board that the output rank has answered, and says a word.
+        """
+        assert self._board is not None
+        for step, work in list(self._works.items()):
+            if (step, self.layout.output_rank) in self._steps:
+                continue
+            silent = True
+            for rank in range(self.layout.ranks):
+                if (step, rank) not in self._steps:
+                    continue
+                row = self._board.row(rank)
+                if row.left >= work and row.told == self._heard[rank]:
+                    self._steps.resolve((step, rank), None)
+                else:
+                    silent = False
+            if silent:
+                del self._works[step]
 
     def _loaded(self, rank: int) -> None:
         self._loading.discard(rank)
@@ -471,6 +504,9 @@ class RankExecutor:
     def _missing(self, work: Work) -> list[int]:
         """The ranks whose answer to a work has not come."""
         ranks = range(self.layout.ranks)
+        # Memory is not ordered between processes: a rank that left just when the output rank answered may not have seen
+        # that, and have said no word.
+        self._see_silent()
         if work.step is not None:
             return [rank for rank in ranks if (work.step, rank) in self._steps]
         return [rank for rank in ranks if work.call is not None and (work.call, rank) in self._calls]

@@ -52,10 +52,11 @@ class StepWatch:
         self.step_in = self._backlog.step_in
         self.took = deadline.took
 
-    def step(self, step: int, *, deferred: bool) -> None:
-        """A step was sent to the ranks; its sampling is `deferred` until `released`."""
-        self._backlog.step(step, self._clock(), deferred=deferred)
+    def step(self, step: int, *, deferred: bool) -> int:
+        """A step was sent to the ranks; its sampling is `deferred` until `released`. Returns which work it is."""
+        work = self._backlog.step(step, self._clock(), deferred=deferred)
         self._see()
+        return work
 
     def released(self, step: int) -> None:
         """The word to sample a step was sent."""

@@ -3,6 +3,9 @@
 A file in the epoch's private folder that both sides map into memory: what a rank that is frozen, wedged or dead was
 doing must be known without asking it. A row is one cache line, so that ranks do not slow each other down.
 
+It also spares messages that would say nothing: a rank that has left a step, and of which every message has come, has
+nothing to say of it. So messages are counted, those about steps.
+
 Both sides count the works (see `core.deadlines`) for themselves: frames carry sequence numbers and none can be lost.
 A mapping outlives the name of its file.
 """
@@ -17,8 +20,9 @@ from async_pp.core.deadlines import Row
 
 ROW_BYTES = 64
 
-_ROW = struct.Struct("@dqdq")  # entered_s, entered, left_s, left
+_ROW = struct.Struct("@dqdqq")  # entered_s, entered, left_s, left, told
 _WORDS = ROW_BYTES // 8
+_TOLD = 4  # word of a row
 
 READS = 8
 """Times that a row is read to see it twice the same."""
@@ -34,11 +38,13 @@ class RankRow:
     """
 
     def __init__(self, memory: mmap.mmap | bytearray, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rank = rank
         self._clock = clock
         self._times = memoryview(memory).cast("d")
         self._numbers = memoryview(memory).cast("q")
         self._entered_at = rank * _WORDS
         self._left_at = self._entered_at + 2
+        self._told_at = self._entered_at + _TOLD
         self._works = 0
 
     @classmethod
@@ -55,6 +61,14 @@ class RankRow:
         self._works += 1
         self._times[self._entered_at] = self._clock()
         self._numbers[self._entered_at + 1] = self._works
+
+    def tell(self) -> None:
+        """A message about a step is about to be sent."""
+        self._numbers[self._told_at] += 1
+
+    def told_by(self, rank: int) -> int:
+        """Messages about steps that another rank has sent, or has begun to send."""
+        return self._numbers[rank * _WORDS + _TOLD]
 
     def leave(self) -> None:
         """The work is done, or has failed."""
@@ -83,8 +97,8 @@ class Board:
             before, read = read, self._read(rank)
             if before == read:
                 break
-        entered_s, entered, left_s, left = _ROW.unpack(read)
-        return Row(entered, entered_s, left, left_s)
+        entered_s, entered, left_s, left, told = _ROW.unpack(read)
+        return Row(entered, entered_s, left, left_s, told)
 
     def rows(self) -> list[Row]:
         """What every rank says of itself now."""

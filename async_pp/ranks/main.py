@@ -87,17 +87,19 @@ class RankLoop:
         channel: the blocking end of the channel.
         runner: what computes.
         row: where it writes what it works on.
-        is_output: whether this rank answers every step.
+        output_rank: the rank that answers every step; which may be this one.
         tells_spans: whether it tells the times of the steps that it does not answer.
     """
 
     def __init__(
-        self, channel: RankChannel, runner: Runner, row: RankRow, *, is_output: bool, tells_spans: bool
+        self, channel: RankChannel, runner: Runner, row: RankRow, *, output_rank: int, tells_spans: bool
     ) -> None:
         self._channel = channel
         self._runner = runner
         self._row = row
-        self._is_output = is_output
+        self._output_rank = output_rank
+        self._is_output = row.rank == output_rank
+        self._steps = 0
         self._tells_spans = tells_spans
         self._spans: list[tuple[int, float, float]] = []
         self._spans_per_message = 1  # then twice as many each time: the first times are wanted at once
@@ -112,9 +114,11 @@ class RankLoop:
                 match envelope.message:
                     case Execute():
                         self._row.enter()
-                        if not self._failed:
-                            self._execute(envelope.message, envelope)
+                        self._steps += 1
+                        span = None if self._failed else self._execute(envelope.message, envelope)
                         self._row.leave()
+                        if span is not None and self._row.told_by(self._output_rank) >= self._steps:
+                            self._reply(StepReply(*span), None)  # the engine may have looked before this rank had left
                     case Call(call=call):
                         self._row.enter()
                         self._call(call, envelope)
@@ -129,17 +133,20 @@ class RankLoop:
             self._runner.close()
             self._channel.send(Bye(reason="closed"))
 
-    def _execute(self, message: Execute, envelope: Envelope) -> None:
+    def _execute(self, message: Execute, envelope: Envelope) -> tuple[int, float, float] | None:
+        """Returns the step's span where the engine waits for this rank, which has nothing to say."""
         try:
-            self._step(message, envelope)
+            return self._step(message, envelope)
         except _Closing:
             raise
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine decides; so for SystemExit
             self._failed = True
             kind, text = describe(error)
+            self._row.tell()
             self._channel.send(StepFailed(step=message.step, kind=kind, text=text))
+            return None
 
-    def _step(self, message: Execute, envelope: Envelope) -> None:
+    def _step(self, message: Execute, envelope: Envelope) -> tuple[int, float, float] | None:
         work, grammar = envelope.load()
         answer = self._runner.execute(work)
         ended_s = time.monotonic()
@@ -155,15 +162,21 @@ class RankLoop:
             began_s, ended_s = began_s + held_s, time.monotonic()
         if not self._is_output:
             answer = self._runner.connector_output(answer)
-        if self._is_output or message.reply == "all":
-            self._channel.send(StepReply(step=message.step, began_s=began_s, ended_s=ended_s), answer)
-            return
+        span = message.step, began_s, ended_s
+        if self._is_output or (answer is not None and message.reply == "all"):
+            self._reply(StepReply(*span), answer)
+            return None
         if answer is not None:
-            self._channel.send(Reported(step=message.step), answer)
+            self._reply(Reported(step=message.step), answer)
         if self._tells_spans:
-            self._spans.append((message.step, began_s, ended_s))
+            self._spans.append(span)
             if len(self._spans) >= self._spans_per_message:
                 self._tell_spans()
+        return span if message.reply == "all" else None
+
+    def _reply(self, message: StepReply | Reported, answer: Any) -> None:
+        self._row.tell()
+        self._channel.send(message, answer)
 
     def _tell_spans(self) -> None:
         if self._spans:
@@ -224,7 +237,7 @@ def run(bootstrap: bytes) -> None:
         make: Callable[..., Runner] = pkgutil.resolve_name(boot.runner)
         runner = make(boot.rank, boot.ranks, _phases(channel))
         leads_stage = boot.rank % boot.ranks_per_stage == 0
-        RankLoop(channel, runner, row, is_output=boot.rank == boot.output_rank, tells_spans=leads_stage).run()
+        RankLoop(channel, runner, row, output_rank=boot.output_rank, tells_spans=leads_stage).run()
     finally:
         channel.close()
 

@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 
 from async_pp.core.gather import Scope
+from async_pp.engine.executor import RankExecutor
 from async_pp.engine.stepping import Stepping
 from async_pp.errors import EngineClosed, RankError, RankLost, StartupError
 from async_pp.ranks.runner import OnWorker, flush
 from async_pp.ranks.sleeping_runner import Load, StageTime
 from async_pp.ranks.spawn import Zygote
+from async_pp.wire.frames import Envelope
 from tests.engine.fakes import FakeScheduler, a_plan
 from tests.engine.rank_sets import Set
+from tests.ranks.failing import Fault
+from tests.ranks.late import LATE_S, LateRunner
 
 REPORTING = "tests.ranks.reporting:ReportingRunner"
 
@@ -124,6 +128,57 @@ async def test_all_rank_steps_get_every_answer(zygote: Zygote) -> None:
     futures = executor.execute(1, Load(1, 1), grammar="mask", sample="now", scope=Scope.ALL)
     assert [(rank, await future) for rank, future in futures] == [(0, None), (1, (1, "mask"))]
     assert not made.outputs, "it was answered"
+    await executor.close()
+
+
+def messages(executor: RankExecutor) -> list[tuple[int, str]]:
+    """Rank and kind of every message that comes from now on."""
+    came: list[tuple[int, str]] = []
+    take = executor._take
+
+    def noted(rank: int, envelope: Envelope) -> None:
+        came.append((rank, type(envelope.message).__name__))
+        take(rank, envelope)
+
+    executor._take = noted  # type: ignore[method-assign]
+    return came
+
+
+async def test_a_rank_with_nothing_to_say_says_nothing_and_is_known_to_be_done(zygote: Zygote) -> None:
+    made = Set(zygote, ranks=4)
+    executor = await made.start(StageTime(0.003))
+    came = messages(executor)
+    for step in range(40):
+        for rank, future in executor.execute(step, Load(1, 1), grammar=None, sample="now", scope=Scope.ALL):
+            assert await future == (None if rank < 3 else (3, None))
+    answers = [rank for rank, kind in came if kind == "StepReply"]
+    assert answers.count(3) == 40 and len(answers) < 60, "40, and a word where a rank was late"
+    assert not executor._works
+    await executor.close()
+
+
+@pytest.mark.parametrize("runner", ["LateRunner", "WordlessRunner"])
+async def test_a_step_waits_for_the_rank_that_is_done_after_the_output_rank(zygote: Zygote, runner: str) -> None:
+    """Also where no word comes: the watch, which would take the rank for hung, looks at the board."""
+    made = Set(zygote, runner=f"{LateRunner.__module__}:{runner}", step_deadline_s=0.5)
+    executor = await made.start()
+    began_s = time.monotonic()
+    steps = [executor.execute(step, Load(1, 1), grammar=None, sample="now", scope=Scope.ALL) for step in range(3)]
+    for number, step in enumerate(steps, start=1):
+        for _, future in step:
+            await future
+        assert time.monotonic() - began_s >= number * LATE_S
+    assert not executor._works and not made.lost
+    await executor.close()
+
+
+async def test_a_rank_that_raises_once_it_has_handed_over_is_not_taken_for_silent(zygote: Zygote) -> None:
+    made = Set(zygote, runner="tests.ranks.failing:FailingRunner")
+    executor = await made.start()
+    fault = Fault(1, 1, 0, "report")
+    answers = dict(executor.execute(0, fault, grammar=None, sample="now", scope=Scope.ALL))
+    await asyncio.wait(answers.values())
+    assert isinstance(answers[0].exception(), RankError)
     await executor.close()
 
 

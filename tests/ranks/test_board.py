@@ -39,10 +39,11 @@ def test_a_rank_tells_what_it_entered_and_left_last_and_touches_no_row_but_its_o
     row.enter()
     entered = board.row(1)
     assert (entered.entered, entered.left) == (1, 0)
+    row.tell()
     row.leave()
     row.enter()
     now = board.row(1)
-    assert (now.entered, now.left) == (2, 1)
+    assert (now.entered, now.left, now.told) == (2, 1, 1) and row.told_by(1) == 1 and row.told_by(2) == 0
     assert before_s <= entered.entered_s <= now.left_s <= now.entered_s <= time.monotonic()
     assert [board.row(rank) for rank in (0, 2)] == [nothing] * 2
     let_go(row)

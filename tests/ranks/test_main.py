@@ -83,9 +83,10 @@ class Rank:
             on_reject=lambda rank, error: pytest.fail(str(error)),
         )
         self.runner = Recorder()
-        self.row = RankRow(bytearray(ROW_BYTES), 0)
+        memory = bytearray(2 * ROW_BYTES)
+        self.row, self.output_row = RankRow(memory, 0), RankRow(memory, 1)
         self.loop = RankLoop(
-            self.engine.rank_end(0), self.runner, self.row, is_output=is_output, tells_spans=tells_spans
+            self.engine.rank_end(0), self.runner, self.row, output_rank=0 if is_output else 1, tells_spans=tells_spans
         )
         self.thread = threading.Thread(target=self.loop.run, daemon=True)  # a failed test must not hang the run
 
@@ -146,17 +147,24 @@ async def test_closing_while_a_step_waits_for_its_sampling_ends_the_rank() -> No
     assert (await rank.end())[-1] == "close"
 
 
-@pytest.mark.parametrize("reply, answers", [("output", False), ("all", True)])
-async def test_a_rank_that_is_not_the_output_rank_answers_only_when_all_are_asked(reply: Any, answers: bool) -> None:
+@pytest.mark.parametrize("reply", ["output", "all"])
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_rank_with_nothing_to_say_answers_only_where_the_output_rank_has_and_all_are_asked(
+    reply: Any, answered: bool
+) -> None:
     rank = await Rank(is_output=False).start()
+    if answered:
+        rank.output_row.tell()
     rank.send(Execute(step=1, sample="now", reply=reply), ({}, None))
+    rank.send(Execute(step=2, sample="now", reply=reply), ({}, None))  # the output rank is behind with this one
     rank.send(Call(call=1), OnWorker(methodcaller("double", 1)))
-    first = await rank.next()
-    if answers:
-        assert step_of(first) == 1
-    else:
-        assert isinstance(first.message, Spans)
+    assert isinstance((await rank.next()).message, Spans)
+    if answered and reply == "all":
+        word = await rank.next()
+        assert step_of(word) == 1 and word.load() is None
+    assert isinstance((await rank.next()).message, Spans)
     assert (await rank.next()).message == CallReply(call=1)
+    assert rank.output_row.told_by(0) == (answered and reply == "all")
     await rank.end()
 
 
@@ -167,6 +175,7 @@ async def test_what_the_connectors_of_a_rank_report_is_sent_whoever_answers(repl
     rank.send(Call(call=1), Attending("nothing else"))
     told = await rank.next()
     assert isinstance(told.message, kind) and step_of(told) == 1 and told.load() == "news"
+    assert rank.row.told_by(0) == 1, "the engine knows what is on its way"
     attended = await rank.next()
     assert attended.message == CallReply(call=1) and attended.load() == "connectors of nothing else"
     await rank.end()

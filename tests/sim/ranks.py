@@ -175,6 +175,7 @@ class SimRank:
         self._running.set()
         self._held: deque[Envelope] = deque()
         self._failed = False
+        self._steps = 0
         self._taken = 0  # hand-overs
         self._given = 0
         self._spans: list[tuple[int, float, float]] = []
@@ -247,9 +248,11 @@ class SimRank:
             match envelope.message:
                 case Execute() as message:
                     self._row.enter()
-                    if not self._failed:
-                        await self._execute(message, envelope)
+                    self._steps += 1
+                    span = None if self._failed else await self._execute(message, envelope)
                     self._row.leave()
+                    if span is not None and self._row.told_by(self._boot.output_rank) >= self._steps:
+                        self._reply(StepReply(*span), None)
                 case Call(call=call):
                     self._row.enter()
                     await self._call(call, envelope)
@@ -262,7 +265,7 @@ class SimRank:
                 case other:
                     self._story.require(False, f"the engine sent {type(other).__name__} out of turn")
 
-    async def _execute(self, message: Execute, envelope: Envelope) -> None:
+    async def _execute(self, message: Execute, envelope: Envelope) -> tuple[int, float, float] | None:
         step = message.step
         try:
             work, grammar = envelope.load()
@@ -283,16 +286,21 @@ class SimRank:
         except SimError as error:
             kind, text = describe(error)
             self._failed = True
-            self._say(StepFailed(step=step, kind=kind, text=text))
-            return
+            self._reply(StepFailed(step=step, kind=kind, text=text))
+            return None
         if self._is_output:
-            ended_s = self._loop.time()
-        if self._is_output or message.reply == "all":
-            self._say(StepReply(step=step, began_s=began_s, ended_s=ended_s), answer)
-        elif self.number % self._boot.ranks_per_stage == 0:
-            self._spans.append((step, began_s, ended_s))
+            self._reply(StepReply(step=step, began_s=began_s, ended_s=self._loop.time()), answer)
+            return None
+        span = step, began_s, ended_s
+        if self.number % self._boot.ranks_per_stage == 0:
+            self._spans.append(span)
             if len(self._spans) >= self._spans_per_message:
                 self._tell_spans()
+        return span if message.reply == "all" else None
+
+    def _reply(self, message: StepReply | StepFailed, answer: Any = NO_PAYLOAD) -> None:
+        self._row.tell()
+        self._say(message, answer)
 
     def _learn(self, work: Work | Restored) -> Work:
         """Take in what the step says of requests. What does not fit to what is known breaks the run."""

@@ -281,6 +281,30 @@ def test_ranks_are_not_asked_while_steps_do_it(cores, stages):
     play(cores(stages), scenario)
 
 
+@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize("stages", STAGES)
+def test_ranks_are_sent_nothing_for_prompts_that_find_no_room(cores, stages, paced):
+    """A prompt is tried again when others have left room, not with every step: each try must be sent to connectors."""
+
+    async def scenario(rig):
+        for number in range(12):
+            rig.add(str(number), 30, 20, Script(send={}))
+
+    rig = play(cores(stages, paced=paced), scenario, policy="paced" if paced else "balanced")
+    assert len(rig.ranks.attends) <= 3 * 12 < len(rig.story) / 5
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_a_connector_that_does_not_know_is_asked_again_while_steps_fly(cores, stages):
+    async def scenario(rig):
+        rig.add("plain", 3, 60)
+        rig.add("it", 20, 5, Script(unknowing=6, loads=[Load()], send={}))
+        await rig.events["it"].wait()
+        assert rig.left["plain"] > 30
+
+    play(cores(stages), scenario)
+
+
 def random_load(seed, paced):
     """A scenario with all of it, and settings for it; `paced`: vLLM schedules asynchronously."""
     rng = random.Random(seed)
@@ -348,3 +372,9 @@ def test_random_faults(cores, stages, paced, role, seeds):
     assert any(rig.ranks.preempted for rig in rigs)
     again = play_random(core, seeds[0])
     assert again.story == rigs[0].story and again.ends == rigs[0].ends
+
+
+@pytest.mark.parametrize("stages, seed", [(2, 135), (4, 22)])
+def test_what_is_sent_beside_steps_makes_a_decode_due_where_workers_count_it(cores, stages, seed):
+    """With vLLM's async scheduling, and no step in flight that would have the decode looked at again."""
+    play_random(cores(stages, paced=True), seed)

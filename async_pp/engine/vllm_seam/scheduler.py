@@ -175,9 +175,7 @@ class VllmScheduler:
             plan, changed = self._attempt(ask)
             if plan is not None:
                 return plan
-            # With nothing in flight nobody would ask again, so what could go now must be found now.
-            oldest = self._flying[0].count if self._flying else None
-            changed = changed or (self._steering.paced and self._steering.pass_counts(oldest))
+            changed = changed or self._passes_counts()
         return None
 
     def bitmask(self, plan: Plan) -> Any:
@@ -273,6 +271,9 @@ class VllmScheduler:
         limits = self.policy.limits(steering.view(found, sum(step.only_decodes for step in self._flying)))
         if not limits.decodes and not (found.prompts and limits.prompt_tokens) and not tells:
             return None, False
+        # An attempt that takes nothing is no step, and would still have to be sent to the connectors.
+        if self._flying and steering.no_room(found, limits):
+            return None, False
         output = steering.schedule(found, limits)
         if self.connectors is not None:
             self._requests.note()
@@ -283,11 +284,19 @@ class VllmScheduler:
         preempted = bool(output.preempted_req_ids)
         if self.connectors is not None:
             self._settle_empty(output)
-            return Attend(output, again=preempted), False
+            # Where workers count steps they count this, so that a decode may be due that was not.
+            due = not self._flying and bool(steering.candidates().ready)
+            return Attend(output, again=preempted or due or self._passes_counts()), False
         scheduler.current_step -= 1  # workers count what they get
         self._carried = output if self._carried is None else _merged(self._carried, output)
         self._settle_empty(output)
         return None, preempted
+
+    def _passes_counts(self) -> bool:
+        """Count on to the next running request, where nothing else keeps it back. With nothing in flight nobody would
+        ask again, so what could go now must be found now."""
+        oldest = self._flying[0].count if self._flying else None
+        return self._steering.paced and self._steering.pass_counts(oldest)
 
     def _planned(self, output: SchedulerOutput, decoding: set[str]) -> Plan:
         scheduled, requests = output.num_scheduled_tokens, self.scheduler.requests

@@ -80,6 +80,7 @@ class Steering:
         speculative = config.speculative_config
         self._tokens_per_decode = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
         self._stages = config.parallel_config.pipeline_parallel_size
+        self._found_none: tuple[str, int] | None = None  # the prompt that last found no room; blocks that were free
         self._held: dict[str, tuple[Request, int]] = {}  # left out of the latest plan, and when vLLM lets them decode
 
     def candidates(self, keep: Collection[str] = ()) -> Candidates:
@@ -105,7 +106,7 @@ class Steering:
             prompts=[_prompt(request) for request in found.prompts],
             begun=len(found.chunked),
             further=found.further,
-            free_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
+            free_tokens=self._free_blocks * scheduler.block_size,
             block_tokens=scheduler.block_size,
         )
 
@@ -136,12 +137,37 @@ class Steering:
         self.skipped += passed
         return True
 
+    def no_room(self, found: Candidates, limits: Limits) -> bool:
+        """Whether `schedule` could only begin prompts, and the first of them found no room when it was tried like that
+        and would find none now: behind it vLLM begins no other.
+
+        What this cannot see (a prefix that others brought into the KV cache, room for encoder outputs) is found with
+        the next step that takes decodes along, for which there is always a try, or with nothing in flight.
+        """
+        first = _first(found, limits)
+        return first is not None and self._found_none is not None and self._none_for(first, *self._found_none)
+
     def schedule(self, found: Candidates, limits: Limits) -> SchedulerOutput:
         """vLLM's `schedule()`, with no more decodes and prompt tokens than the policy's limits.
 
         The latter only where a prompt may be cut anywhere: elsewhere one that is longer than the share would never be
         taken.
         """
+        first, deferred = _first(found, limits), self.scheduler.deferred_waiting
+        deferred.discard(first)  # vLLM puts it there again if it is not for want of room that it is passed over
+        output = self._schedule(found, limits)
+        if first is not None and not output.total_num_scheduled_tokens and first not in deferred:
+            self._found_none = first.request_id, self._free_blocks
+        return output
+
+    def _none_for(self, first: Request, request_id: str, free_blocks: int) -> bool:
+        return first.request_id == request_id and self._free_blocks <= free_blocks
+
+    @property
+    def _free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def _schedule(self, found: Candidates, limits: Limits) -> SchedulerOutput:
         scheduler = self.scheduler
         self._hold([*found.ready[limits.decodes :], *found.kept])
         if not self._cuts_prompts or limits.prompt_tokens == UNLIMITED:
@@ -243,6 +269,12 @@ def _has_tokens(request: Request) -> bool:
     if computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
         return False
     return bool(request.num_tokens_with_spec + placeholders > computed)
+
+
+def _first(found: Candidates, limits: Limits) -> Request | None:
+    """The prompt that the step begins with, when it could only begin prompts."""
+    begins = found.waiting and limits.prompt_tokens and limits.begin and not limits.decodes and not found.chunked
+    return found.waiting[0] if begins else None
 
 
 def _prompt(request: Request) -> Prompt:
