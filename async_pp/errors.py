@@ -3,6 +3,7 @@
     AsyncPPError
     ├── ConfigError              theirs: bad input, found before anything expensive starts
     │   └── UnsupportedVersion   a vLLM this package was not tested with
+    ├── CallbackFailed           theirs: a callback of the host program raised; told to the loop's exception handler
     ├── EngineFailed             ours: the rank set of one epoch is gone; carries rank, epoch, step, request ids
     │   ├── RankLost             a rank process ended (signal, exit, out of memory)
     │   ├── RankHung             a rank did not finish in time what it could have finished; carries the deadline
@@ -44,6 +45,10 @@ class ConfigError(AsyncPPError):
 
 class UnsupportedVersion(ConfigError):
     """The vLLM that was found is not one this package was tested with."""
+
+
+class CallbackFailed(AsyncPPError):
+    """A callback of the host program raised, and `__cause__` is what. Nothing has ended by it."""
 
 
 class Where(TypedDict, total=False):

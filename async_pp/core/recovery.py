@@ -3,10 +3,15 @@
 Restarts are limited in number per time, as supervisors of processes do it: what keeps failing is not helped by more of
 the same. A request that was being computed in a loss is a suspect; one that was in two is poison and is given up, the
 others go on.
+
+A loss is not held against a request for ever: one that is open for hours may be computed in two that it has nothing to
+do with. It is forgotten when the request is well past the place at which it was lost, so that what always dies at the
+same token has its two losses there, and when the loss is too old to count as a restart, so that what dies again and
+again in another place is given up before it has used up the restarts of everybody.
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,6 +23,11 @@ ON_LOSS: tuple[OnLoss, ...] = get_args(OnLoss)
 
 POISON_LOSSES = 2
 """Losses that a request may be computed in; with the last of them it is given up."""
+
+PAST_TOKENS = 256
+"""Tokens by which a request is well past the place of a loss. The same cause may show itself some tokens later than
+before: tokens of steps in flight are not settled, the first step of a replay computes many tokens where there was a
+step for each, and some things happen once per block of the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,15 @@ class Restart:
     suspects: frozenset[str]
 
 
+@dataclass(frozen=True)
+class _Suspicion:
+    """Losses in which a request was computed, and when and with how many tokens of its own it was in the last one."""
+
+    losses: int
+    at_s: float
+    tokens: int
+
+
 class Recovery:
     """The losses of one engine.
 
@@ -68,15 +87,15 @@ class Recovery:
         self._on_loss = on_loss
         self._intensity = intensity
         self._restarts_s: deque[float] = deque()
-        self._losses: dict[str, int] = {}  # of open requests: losses in which they were computed
+        self._suspicions: dict[str, _Suspicion] = {}  # of open requests
         self.count = 0
 
-    def lost(self, computed: Collection[str], open_requests: Collection[str], now_s: float) -> GiveUp | Restart:
+    def lost(self, computed: Collection[str], open_requests: Mapping[str, int], now_s: float) -> GiveUp | Restart:
         """The rank set was lost, or one that was being started did not come up.
 
         Args:
             computed: requests that the rank which was lost was computing.
-            open_requests: all that have not ended.
+            open_requests: all that have not ended, and how many tokens each has generated.
             now_s: monotonic seconds.
         """
         self.count += 1
@@ -89,9 +108,21 @@ class Recovery:
         self._restarts_s.append(now_s)
         everyone = frozenset(open_requests)
         if self._on_loss == "fail":
-            self._losses.clear()
+            self._suspicions.clear()
             return Restart(failed=everyone, poisoned=frozenset(), suspects=frozenset())
-        losses = {request: self._losses.get(request, 0) + (request in computed) for request in everyone}
-        poisoned = frozenset(request for request, count in losses.items() if count >= POISON_LOSSES)
-        self._losses = {request: count for request, count in losses.items() if count and request not in poisoned}
-        return Restart(failed=poisoned, poisoned=poisoned, suspects=frozenset(self._losses))
+        former = {
+            request: suspicion
+            for request, suspicion in self._suspicions.items()
+            if request in everyone and not self._forgotten(suspicion, open_requests[request], now_s)
+        }
+        present = {
+            request: _Suspicion(former[request].losses + 1 if request in former else 1, now_s, open_requests[request])
+            for request in everyone.intersection(computed)
+        }
+        poisoned = frozenset(name for name, suspicion in present.items() if suspicion.losses >= POISON_LOSSES)
+        self._suspicions = {name: one for name, one in (former | present).items() if name not in poisoned}
+        return Restart(failed=poisoned, poisoned=poisoned, suspects=frozenset(self._suspicions))
+
+    def _forgotten(self, suspicion: _Suspicion, tokens: int, now_s: float) -> bool:
+        past = tokens - suspicion.tokens >= PAST_TOKENS
+        return past and suspicion.at_s <= now_s - self._intensity.within_s

@@ -28,9 +28,10 @@ from async_pp.core.policy import Policy, PolicyName
 from async_pp.core.recovery import Intensity, OnLoss, Recovery, Restart
 from async_pp.engine.core_client import InProcessClient
 from async_pp.engine.epoch import Epoch
+from async_pp.engine.host import Host
 from async_pp.engine.launch import StartDeadlines
 from async_pp.engine.lives import Lives, Loss
-from async_pp.engine.ports import OnPhase, ignore_phase
+from async_pp.engine.ports import OnLost, OnPhase, ignore_lost, ignore_phase
 from async_pp.engine.streams import Streams
 from async_pp.engine.vllm_seam.config import config_errors, make_config
 from async_pp.engine.vllm_seam.dead import as_dead, as_lost
@@ -65,6 +66,7 @@ class AsyncPPEngine(AsyncLLM):
         start_deadlines: StartDeadlines = StartDeadlines(),  # noqa: B008 - frozen
         zygote: Zygote | None = None,
         on_phase: OnPhase = ignore_phase,
+        on_lost: OnLost = ignore_lost,
     ) -> None:
         self.engine_args = engine_args
         self.failed = asyncio.Event()
@@ -72,7 +74,7 @@ class AsyncPPEngine(AsyncLLM):
         self._stat_loggers = stat_loggers or []
         self._policy = policy
         self._zygote = zygote
-        self._on_phase = on_phase
+        self._host = Host(on_phase, on_lost)
         self._streams = Streams(on_end=self._end_requests)
         self._recovery = Recovery(on_rank_loss, restarts)
         self._step_deadline_s = step_deadline_s
@@ -82,6 +84,7 @@ class AsyncPPEngine(AsyncLLM):
         self._living: asyncio.Task[None] | None = None
         self._dead: BaseException | None = None
         self._closed = False
+        self._lost_s = 0.0  # when the last rank set was
 
     @classmethod
     def from_engine_args(
@@ -97,6 +100,7 @@ class AsyncPPEngine(AsyncLLM):
         start_deadlines: StartDeadlines = StartDeadlines(),  # noqa: B008 - frozen
         zygote: Zygote | None = None,
         on_phase: OnPhase | None = None,
+        on_lost: OnLost | None = None,
     ) -> Self:
         """An engine that is not started yet.
 
@@ -113,7 +117,10 @@ class AsyncPPEngine(AsyncLLM):
                 99th percentile of what was measured, at least 5 s, at most 60 s.
             start_deadlines: how long the parts of a start may take.
             zygote: what forks the ranks, when the caller has launched one early; the engine then ends it too.
-            on_phase: told about start-up progress: phase, rank or None, seconds.
+            on_phase: told about start-up progress, also of restarts: phase, rank or None, seconds.
+            on_lost: told when a rank set is lost and another one follows: the error, how many requests go on, how many
+                were given up. What either of the two raises is told to the loop's exception handler (`CallbackFailed`),
+                and the engine goes on.
         """
         return cls(
             engine_args,
@@ -126,6 +133,7 @@ class AsyncPPEngine(AsyncLLM):
             start_deadlines=start_deadlines,
             zygote=zygote,
             on_phase=on_phase or ignore_phase,
+            on_lost=on_lost or ignore_lost,
         )
 
     async def __aenter__(self) -> Self:
@@ -163,7 +171,7 @@ class AsyncPPEngine(AsyncLLM):
                 tasks.create_task(epoch.load())
             await epoch.begin()
         self._wire(epoch, front.result())
-        self._on_phase("ready", None, loop.time() - began)
+        self._host.phase("ready", None, loop.time() - began)
 
     async def _have_zygote(self) -> Zygote:
         if self._zygote is not None and self._zygote.ended:
@@ -270,16 +278,18 @@ class AsyncPPEngine(AsyncLLM):
             start_deadlines=self._start_deadlines,
             log_stats=self.log_stats,
             emit=self._streams.emit,
-            on_phase=self._on_phase,
+            on_phase=self._host.phase,
         )
         return self._epoch
 
     def suspend(self, carried: Carried) -> None:
         """Hold what comes from here on, beside what was carried over."""
+        self._lost_s = asyncio.get_running_loop().time()
         self.engine_core.suspend(carried)
 
     def fail(self, verdict: Restart, carried: Carried, loss: Loss, epoch: int) -> None:
         """End the requests that do not go on."""
+        were_open = len(carried.requests)
         for name in sorted(verdict.failed | carried.streaming):
             family = {name}
             state = self.output_processor.request_states.get(name)
@@ -289,10 +299,12 @@ class AsyncPPEngine(AsyncLLM):
                 state.queue.put(as_lost(loss.error, state.external_req_id, epoch=epoch, poison=poison))
                 self.output_processor.abort_requests(sorted(family), internal=True)
             carried.drop(family)
+        self._host.lost(loss.error, len(carried.requests), were_open - len(carried.requests))
 
     async def resume(self, epoch: Epoch, suspects: Collection[str]) -> None:
         """Go on with this epoch."""
         await self.engine_core.resume(epoch, suspects)
+        self._host.phase("restart", None, asyncio.get_running_loop().time() - self._lost_s)
 
     def die(self, error: BaseException, step: int | None) -> None:
         """Every open request ends with one typed error; new ones are refused; the ranks are ended by `close`."""

@@ -41,6 +41,10 @@ class CarriedPort(Protocol):
     def requests(self) -> Mapping[str, Any]:
         """The open requests, by id."""
 
+    @property
+    def tokens(self) -> Mapping[str, int]:
+        """How many tokens each of them has generated."""
+
 
 class EpochPort(Protocol):
     """One life of the rank set."""
@@ -114,7 +118,7 @@ class Lives:
         self._owner.suspend(carried)
         loss: Loss | None = lost
         while loss is not None:
-            verdict = self._recovery.lost(loss.computed, carried.requests.keys(), self._clock())
+            verdict = self._recovery.lost(loss.computed, carried.tokens, self._clock())
             if isinstance(verdict, GiveUp):
                 log.error("epoch %d is lost: %s; the engine ends: %s", self.epoch.number, loss.error, verdict.why)
                 self._owner.die(loss.error, loss.step)

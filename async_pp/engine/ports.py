@@ -131,7 +131,11 @@ class ExecutorPort(Protocol):
 
 
 OnPhase = Callable[[str, int | None, float], None]
-"""Start-up progress: phase, rank (None: all of them), seconds it took."""
+"""Start-up progress: phase, rank (None: all of them), seconds it took. The last phase is "ready"; after a loss the
+phases of the next rank set follow, and the last one is "restart", with the seconds since the loss was noticed."""
+
+OnLost = Callable[[BaseException, int, int], None]
+"""The loss of a rank set that another one follows: why, how many requests go on, how many were given up."""
 
 OnSpan = Callable[[int, int, float, float], None]
 """A stage's time for a step: stage, step, when it had the inputs and when it was done (monotonic seconds)."""
@@ -142,6 +146,10 @@ OnOutput = Callable[[int, Any], None]
 
 def ignore_phase(phase: str, rank: int | None, seconds: float) -> None:
     """Progress that nobody asked for."""
+
+
+def ignore_lost(error: BaseException, going_on: int, given_up: int) -> None:
+    """Losses that nobody asked for."""
 
 
 def ignore_span(stage: int, step: int, began_s: float, ended_s: float) -> None:

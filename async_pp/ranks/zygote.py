@@ -9,7 +9,9 @@ request is `Keep`, answered by `Kept`: a folder that must not outlive the main p
 
 Lifelines hang up when the main process ends, unless a child that it forked still holds their other ends. So the zygote
 also watches the main process itself, and the kernel kills the ranks when the zygote ends. Before it ends it removes the
-folders that it was given: a main process that was killed could not.
+folders that it was given: a main process that was killed could not. For that it must run: should it be stopped, the
+kernel lets it go on when the main process ends. (Or the thread of it that launched the zygote: one that runs is not
+changed by that.)
 """
 
 import contextlib
@@ -85,6 +87,7 @@ def main(argv: Sequence[str]) -> None:
     control, lifeline = socket.socket(fileno=int(argv[0])), int(argv[1])
     for fd in (control.fileno(), lifeline):
         os.set_inheritable(fd, False)
+    _at_end_of_parent(signal.SIGCONT)
     hold(lifeline)  # had the parent ended before its pidfd was opened, this would end us
     for module in argv[2:]:
         importlib.import_module(module)
@@ -175,7 +178,7 @@ class _Zygote:
         try:
             _reset_signals()
             hold(lifeline)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            _at_end_of_parent(signal.SIGKILL)
             if os.getppid() != self._pid:  # it ended before the kernel was asked to tell
                 os._exit(1)
             for fd in (self._control.detach(), self._woken, self._waker, self._parent, self._lifeline):
@@ -200,6 +203,11 @@ class _Zygote:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+
+def _at_end_of_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that made it ends. A fork does not inherit that."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _reset_signals() -> None:

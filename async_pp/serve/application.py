@@ -22,7 +22,6 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils import random_uuid
 
 from async_pp.engine.client import AsyncPPEngine
-from async_pp.engine.ports import OnPhase
 from async_pp.errors import ConfigError
 from async_pp.ranks.spawn import Zygote
 from async_pp.serve import defaults, support
@@ -62,7 +61,7 @@ def configure(args: Namespace, preflight: Preflight, model: str | None) -> Async
     return engine_args
 
 
-def make_engine(args: Namespace, engine_args: AsyncEngineArgs, zygote: Zygote, on_phase: OnPhase) -> AsyncPPEngine:
+def make_engine(args: Namespace, engine_args: AsyncEngineArgs, zygote: Zygote, show: Display) -> AsyncPPEngine:
     """The engine that the flags ask for, not started."""
     return AsyncPPEngine.from_engine_args(
         engine_args,
@@ -72,7 +71,8 @@ def make_engine(args: Namespace, engine_args: AsyncEngineArgs, zygote: Zygote, o
         restarts=args.max_restarts,
         step_deadline_s=args.step_deadline,
         zygote=zygote,
-        on_phase=on_phase,
+        on_phase=show.phase,
+        on_lost=show.lost,
     )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TextIO
 
+from async_pp.errors import AsyncPPError
+
 PROG = "async_pp"
 
 _PHASES = {
@@ -21,7 +23,9 @@ _PHASES = {
     "load": "model loaded",
     "kv_cache": "KV cache ready",
     "ready": "ready",
+    "restart": "serving again, all ranks replaced",
 }
+_OF_NO_RANK = ("import", "model", "restart")
 
 
 class Display:
@@ -57,8 +61,14 @@ class Display:
         """A start-up phase ended, of one rank or (None) of all."""
         who = "all ranks" if rank is None else f"rank {rank}"
         what = _PHASES.get(name, name)
-        self.latest = what if name in ("import", "model") else f"{who}: {what}"
+        self.latest = what if name in _OF_NO_RANK else f"{who}: {what}"
         self.line(f"{self.latest} in {seconds:.1f} s")
+
+    def lost(self, error: BaseException, going_on: int, given_up: int) -> None:
+        """The ranks were lost, others are being started, and requests go on or were given up."""
+        kind = "" if isinstance(error, AsyncPPError) else f"{type(error).__name__}: "
+        why = " ".join(f"{kind}{error}".split())
+        self.line(f"ranks lost: {why}; starting others; open requests: {going_on} go on, {given_up} given up")
 
     def serving(self, address: str, curl: str) -> None:
         """The server answers from now on."""

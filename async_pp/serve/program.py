@@ -68,7 +68,7 @@ def _with_vllm(argv: Sequence[str], known: Preflight, zygote: Zygote, show: Disp
     show.phase("import", None, monotonic() - began)
     args = flags.parse(argv)
     engine_args = application.configure(args, known, model)
-    engine = application.make_engine(args, engine_args, zygote, show.phase)
+    engine = application.make_engine(args, engine_args, zygote, show)
     service = application.make_service(args, engine, known, show)
 
     async def run() -> int:

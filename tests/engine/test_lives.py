@@ -27,7 +27,7 @@ class FakeEpoch:
 
     def leave(self) -> Any:
         self.owner.did("leave", self.number)
-        return SimpleNamespace(requests={"r": None})
+        return SimpleNamespace(requests={"r": None}, tokens={"r": 0})
 
     async def close(self) -> None:
         self.owner.did("close", self.number)

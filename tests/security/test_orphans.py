@@ -1,5 +1,6 @@
 """A program that is killed by SIGKILL leaves no process, folder, socket or shared memory, wherever it was."""
 
+import contextlib
 import os
 import select
 import shutil
@@ -8,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from async_pp.models import resolve_model
@@ -28,8 +30,14 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def killed(folder: Path, *arguments: str) -> tuple[int, set[str]]:
-    """Run the program to its gate and kill it. Returns how many processes it had, and the files it had made."""
+def killed(folder: Path, *arguments: str, freeze: Sequence[int] = ()) -> tuple[int, set[str]]:
+    """Run the program to its gate and kill it. Returns how many processes it had, and the files it had made.
+
+    Args:
+        folder: for its temporary files.
+        arguments: its gate, and what it runs.
+        freeze: which of its processes are stopped before: 0 is the zygote, ranks follow.
+    """
     command = [sys.executable, "-m", "tests.security.orphan", *arguments]
     environment = {**os.environ, **conftest.ENVIRONMENT, "TMPDIR": str(folder)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
@@ -38,6 +46,11 @@ def killed(folder: Path, *arguments: str) -> tuple[int, set[str]]:
         pids = next(([int(word) for word in line.split()] for line in lines if line.strip()[:1].isdigit()), [])
         watched = [os.pidfd_open(pid) for pid in pids]
         files = {path.name for path in folder.rglob("*")} | {path.name for path in Path("/dev/shm").iterdir()}
+        for number in freeze:
+            frozen = psutil.Process(pids[number])
+            frozen.suspend()
+            while frozen.status() != psutil.STATUS_STOPPED:
+                pass
         program.send_signal(signal.SIGKILL)
         program.wait()
     limit_s = ENDED_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
@@ -49,6 +62,8 @@ def killed(folder: Path, *arguments: str) -> tuple[int, set[str]]:
             left -= set(ended)
     finally:
         for descriptor in watched:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
     return len(pids), files
 
@@ -66,6 +81,14 @@ def test_nothing_outlives_a_killed_program(gate: str, processes: int, made: bool
     found, files = killed(folder, gate)
     assert found >= processes
     assert ("engine.sock" in files) == made
+    assert left_in(folder) == []
+    assert set(Path("/dev/shm").iterdir()) - before == set()
+
+
+@pytest.mark.parametrize("gate, frozen", [("keep", [0]), ("spawn", [0, 1]), ("load", [0]), ("step", [0, 1, 2])])
+def test_nothing_outlives_it_though_it_is_frozen(gate: str, frozen: list[int], folder: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    killed(folder, gate, freeze=frozen)
     assert left_in(folder) == []
     assert set(Path("/dev/shm").iterdir()) - before == set()
 

@@ -73,13 +73,17 @@ class Server:
         self.process.stdout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def wait_for(self, text, timeout=90):
-        """The first printed line with `text` in it."""
+    def wait_for(self, text, timeout=90, count=1):
+        """The printed line with `text` in it that is the first, or as many as `count` says."""
+
+        def found():
+            return [line for line in self.lines if text in line]
+
         with self._news:
-            self._news.wait_for(lambda: any(text in line or line == "END" for line in self.lines), timeout)
-            found = next((line for line in self.lines if text in line), None)
-        assert found is not None, f"{text!r} was not printed:\n" + "\n".join(self.lines)
-        return found
+            self._news.wait_for(lambda: len(found()) >= count or self.lines[-1:] == ["END"], timeout)
+            lines = found()
+        assert len(lines) >= count, f"{text!r} was not printed:\n" + "\n".join(self.lines)
+        return lines[count - 1]
 
     def ready(self, text="serving on"):
         """Wait until it prints that it serves; note the processes that belong to it."""

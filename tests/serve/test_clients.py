@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from .losses import a_rank_is_lost_in_the_end
 from .process import Server
 
 openai = pytest.importorskip("openai")
@@ -27,12 +28,15 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "strict": True
 
 
 @pytest.fixture(scope="module")
-def client():
-    argv = (MODEL, "-pp", "2", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with (
-        Server(*argv) as server,
-        openai.OpenAI(base_url=server.ready().url + "/v1", api_key="none", timeout=90, max_retries=0) as client,
-    ):
+def server():
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with Server(MODEL, "-pp", "2", "--dtype", "float32", *tools) as server:
+        yield server.ready()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=90, max_retries=0) as client:
         yield client
 
 
@@ -88,3 +92,8 @@ def test_errors_are_the_packages_own(client):
         client.completions.create(model="another", prompt="a")
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=MODEL, prompt="a", temperature=-1)
+
+
+def test_z_streams_end_whole_when_a_rank_is_lost_in_a_drain(server):
+    """Last in this module: it ends the server, which no other test needs any more. The other ways are in test_losses.py."""
+    a_rank_is_lost_in_the_end(server, 1, drain_first=True)

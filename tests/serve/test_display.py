@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from async_pp.errors import RankLost
 from async_pp.serve.display import Display, curl_line
 
 
@@ -17,6 +18,9 @@ def test_lines():
     show.phase("load", 1, 2.5)
     show.phase("new phase", None, 0.1)
     show.serving("http://127.0.0.1:1", "curl x")
+    show.lost(RankLost("rank 1 ended: signal SIGKILL", rank=1, epoch=0, step=7), 5, 1)
+    show.lost(ValueError("not in\nlist"), 0, 6)
+    show.phase("restart", None, 2.31)
     show.error("two\nlines")
     assert out.getvalue().splitlines() == [
         "async_pp: vLLM imported in 1.0 s",
@@ -24,6 +28,9 @@ def test_lines():
         "async_pp: all ranks: new phase in 0.1 s",
         "async_pp: serving on http://127.0.0.1:1 after 12.3 s; try:",
         "curl x",
+        "async_pp: ranks lost: rank 1 ended: signal SIGKILL (rank 1, epoch 0, step 7); starting others; open requests: 5 go on, 1 given up",
+        "async_pp: ranks lost: ValueError: not in list; starting others; open requests: 0 go on, 6 given up",
+        "async_pp: serving again, all ranks replaced in 2.3 s",
     ]
     assert err.getvalue() == "async_pp: error: two lines\n"
 

@@ -1,15 +1,19 @@
 """A server with an API key and a short queue, on the tiny model: probes, keys, overload, and clients that misbehave."""
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+
+from async_pp.serve.probes import GENERATE_DEADLINE_S
 
 from .process import Raw, Server, events
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180), pytest.mark.leaks("one server for the tests of this module")]
 
 KEY = "s3cret"
+DEADLINE_S = 5
 MOST = 4
 LONG = {"model": "tiny", "prompt": "once", "max_tokens": 3000, "ignore_eos": True, "stream": True, "temperature": 0}
 SHORT = {"model": "tiny", "prompt": "a", "max_tokens": 1}
@@ -18,8 +22,8 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def server():
-    argv = ("tiny", "-pp", "2", "--dtype", "float32", "--api-key", KEY, "--max-num-queued-reqs", str(MOST))
-    with Server(*argv) as running:
+    guards = ("--api-key", KEY, "--max-num-queued-reqs", str(MOST), "--step-deadline", str(DEADLINE_S))
+    with Server("tiny", "-pp", "2", "--dtype", "float32", *guards) as running:
         running.wait_for("spawned in")
         with running.client() as probe:
             running.statuses = []
@@ -142,6 +146,34 @@ def test_a_stream_outlives_a_rank(server, client):
             answer = client.post(COMPLETIONS, json=SHORT)  # admitted, and waits
             assert answer.status_code == 200
             assert probe.get("/readyz").status_code == 200
+        assert "error" not in next(stream)
+    wait_until_empty(client)
+
+
+def test_probes_answer_while_a_rank_stands_still(server, client):
+    """Before the deadline of its step nothing is known; then the ranks are replaced. The probes wait for neither."""
+
+    def statuses():
+        return [probe.get(path).status_code for path in ("/livez", "/readyz", "/startupz")]
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        server.client(timeout=DEADLINE_S / 2) as probe,
+        server.client(timeout=2 * GENERATE_DEADLINE_S) as patient,
+        client.stream("POST", COMPLETIONS, json=LONG) as response,
+    ):
+        stream = events(response)
+        next(stream)
+        server.ranks()[0].suspend()
+        token = pool.submit(patient.get, "/health/generate")  # begun before the deadline
+        assert statuses() == [200, 200, 200]
+        lost = server.wait_for("its process is stopped")
+        assert "ranks lost: rank 0 has not finished step" in lost
+        assert statuses() == [200, 503, 200]
+        assert probe.get("/health/generate").status_code == 503
+        server.wait_for("serving again", count=2)
+        assert statuses() == [200, 200, 200]
+        assert token.result().status_code in (200, 503), "the token came in time, or it did not"
         assert "error" not in next(stream)
     wait_until_empty(client)
 

@@ -6,7 +6,7 @@ supervisor, the channel in memory with sealed frames. Not real are configuration
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,7 +184,7 @@ class _Told(Recovery):
         super().__init__(scenario.on_loss, scenario.intensity)
         self._engine = engine
 
-    def lost(self, computed: Collection[str], open_requests: Collection[str], now_s: float) -> Any:
+    def lost(self, computed: Collection[str], open_requests: Mapping[str, int], now_s: float) -> Any:
         engine = self._engine
         engine.story.require(engine.story.harmed, "a rank set was lost, and nothing had been done to it")
         engine.losses_seen.append(now_s)

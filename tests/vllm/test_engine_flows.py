@@ -271,6 +271,8 @@ def test_on_either_loop(run: Any) -> None:
         async with engine(pipeline_parallel_size=2) as running:
             return len(await tokens(running, "one", 10))
 
+    import async_pp.engine.client  # noqa: F401 - what importing vLLM sets is vLLM's own
+
     before = host()
     assert run(main()) == 10
     assert host() == before

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from async_pp.core.recovery import Intensity
-from async_pp.errors import EngineClosed, EngineFailed, RankError, RankLost, RequestLost
+from async_pp.errors import CallbackFailed, EngineClosed, EngineFailed, RankError, RankLost, RequestLost
 from tests.vllm.adapters import NAMES
 from tests.vllm.cases import BASE, COMMON, text
 from tests.vllm.drive import differences, run_case
@@ -116,7 +116,19 @@ async def lost(running: Any, rank: int) -> None:
 
 
 async def test_every_request_goes_on_from_the_tokens_it_has(tmp_path: Path) -> None:
-    starting = engine(options={"restarts": MANY}, **PP2, **BASE.engine_args)
+    told: list[tuple[int | None, int]] = []
+    raised: list[Any] = []
+
+    def lost_ranks(error: Any, going_on: int, given_up: int) -> None:
+        told.append((error.rank, given_up))
+        raise ZeroDivisionError("of the host")
+
+    def phase(name: str, rank: int | None, seconds: float) -> None:
+        raise ValueError(f"of the host: {name}")
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
+    options = {"restarts": MANY, "on_lost": lost_ranks, "on_phase": phase}
+    starting = engine(options=options, **PP2, **BASE.engine_args)
     count = Tokens(starting)
     async with starting as running:
         for rank in (1, 0):
@@ -125,6 +137,11 @@ async def test_every_request_goes_on_from_the_tokens_it_has(tmp_path: Path) -> N
             assert running.state == "serving" and not running.errored
             nothing_is_held(running)
         assert running.losses == 2 and running._epoch.number == 2
+    assert told == [(1, 0), (0, 0)]
+    assert all(isinstance(one, CallbackFailed) for one in raised), raised
+    phases = [str(one.__cause__).rpartition(" ")[2] for one in raised if isinstance(one.__cause__, ValueError)]
+    assert phases.count("ready") == 1 and phases.count("restart") == 2 and phases.count("device") == 6
+    assert len(raised) == len(phases) + 2, "what a callback raises is told as its own and harms nobody"
 
 
 async def test_what_comes_while_ranks_are_restarted_waits() -> None:

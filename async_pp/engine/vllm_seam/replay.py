@@ -41,6 +41,11 @@ class Carried:
         self._inputs = core.mm_receiver_cache
 
     @property
+    def tokens(self) -> dict[str, int]:
+        """How many tokens each request has generated."""
+        return {name: request.num_output_tokens for name, request in self.requests.items()}
+
+    @property
     def streaming(self) -> frozenset[str]:
         """Ids of requests whose input is still coming in parts, which cannot be added again."""
         return frozenset(name for name, request in self.requests.items() if request.resumable)
