@@ -75,7 +75,8 @@ def run(args: Namespace, tell: Callable[[str], None]) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """What the process holds at one moment. `files` are temporary ones, and in /dev/shm those that nobody uses."""
+    """What the process holds at one moment. `threads` are those outside the loop's own pool; `files` are temporary ones,
+    and in /dev/shm those that nobody uses."""
 
     descriptors: int
     threads: int
@@ -93,7 +94,8 @@ class Held:
         process = psutil.Process()
         return cls(
             process.num_fds(),
-            threading.active_count(),
+            # The loop's own pool makes another thread, up to its limit, whenever none of them happens to be idle.
+            sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate()),
             len(asyncio.all_tasks()),
             len(process.children(recursive=True)),
             len(list(folder.iterdir())) + _orphans(since_s),
