@@ -75,8 +75,10 @@ def run(args: Namespace, tell: Callable[[str], None]) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """What the process holds at one moment. `threads` are those outside the loop's own pool; `files` are temporary ones,
-    and in /dev/shm those that nobody uses."""
+    """What the process holds at one moment.
+
+    `threads` are those outside the loop's own pool, `files` temporary ones, and in /dev/shm those that nobody uses.
+    """
 
     descriptors: int
     threads: int
