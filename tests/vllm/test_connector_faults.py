@@ -378,3 +378,9 @@ def test_random_faults(cores, stages, paced, role, seeds):
 def test_what_is_sent_beside_steps_makes_a_decode_due_where_workers_count_it(cores, stages, seed):
     """With vLLM's async scheduling, and no step in flight that would have the decode looked at again."""
     play_random(cores(stages, paced=True), seed)
+
+
+@pytest.mark.parametrize("stages, seed", [(4, 46), (4, 52), (2, 92)])
+def test_a_load_that_failed_as_a_whole_keeps_no_room_reserved(cores, stages, seed):
+    """vLLM goes on reserving it, and in a small cache that keeps the request, and all behind it, out for ever."""
+    play_random(cores(stages), seed)

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from async_pp.core.policy import UNLIMITED, Balanced, FillFirst, Limits, Policy, PolicyName, Prompt, View
 from async_pp.engine.vllm_seam.connector_config import takes_whole_prompts
@@ -169,6 +169,11 @@ class Steering:
 
     def _schedule(self, found: Candidates, limits: Limits) -> SchedulerOutput:
         scheduler = self.scheduler
+        for request in scheduler.kv_holding_waiting:
+            if request.status == RequestStatus.WAITING and not request.num_computed_tokens:
+                # Its load has failed as a whole. vLLM goes on reserving room for the rest of it, out of which the
+                # request itself would have to be admitted: in a small cache never, and nothing behind it either.
+                scheduler._inflight_prefills.discard(request)
         self._hold([*found.ready[limits.decodes :], *found.kept])
         if not self._cuts_prompts or limits.prompt_tokens == UNLIMITED:
             return scheduler.schedule()
