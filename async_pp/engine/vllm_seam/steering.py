@@ -173,7 +173,7 @@ class Steering:
             if request.status == RequestStatus.WAITING and not request.num_computed_tokens:
                 # Its load has failed as a whole. vLLM goes on reserving room for the rest of it, out of which the
                 # request itself would have to be admitted: in a small cache never, and nothing behind it either.
-                scheduler._inflight_prefills.discard(request)
+                scheduler._inflight_prefills.discard(request)  # noqa: SLF001
         self._hold([*found.ready[limits.decodes :], *found.kept])
         if not self._cuts_prompts or limits.prompt_tokens == UNLIMITED:
             return scheduler.schedule()
