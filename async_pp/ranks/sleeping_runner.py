@@ -34,10 +34,16 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Load:
-    """One step's work."""
+    """One step's work.
+
+    Attributes:
+        sequences, tokens: what it takes time for.
+        tells: whether the first stage has something to say with it, so that it is heard when that stage is done.
+    """
 
     sequences: int
     tokens: int
+    tells: bool = False
 
 
 class SleepingStage:
@@ -100,6 +106,7 @@ class SleepingRunner:
         self.worker = self
         self.began_s = 0.0
         self.spans: list[tuple[float, float]] = []
+        self._tells = False
 
     def start(self, folder: str, *times: StageTime) -> None:
         """Join the ranks into a pipe, through sockets in `folder`. `times`: one for all stages, or one for each."""
@@ -111,13 +118,15 @@ class SleepingRunner:
         assert self._stage is not None
         self.began_s, ended_s = self._stage.step(payload)
         self.spans.append((self.began_s, ended_s))
+        self._tells = payload.tells and self._rank == 0
 
     def sample(self, payload: Any) -> Any:
         """The answer names the rank and what it was given to sample under."""
         return self._rank, payload
 
-    def connector_output(self, answer: Any) -> None:
-        """There are no connectors."""
+    def connector_output(self, answer: Any) -> bool | None:
+        """There are no connectors; what the step wants to be told."""
+        return True if self._tells else None
 
     def attend(self, work: Any) -> None:
         """There are no connectors."""

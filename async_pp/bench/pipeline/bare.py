@@ -82,7 +82,7 @@ class BarePipe:
             if step is None:  # the clock of the loop is coarser: a moment too early
                 continue
             scope = Scope.OUTPUT if cohort.waits else Scope.ALL
-            work = Work(step.sequences, step.tokens)
+            work = Work(step.sequences, step.tokens, tells=not cohort.waits)
             answers = self._executor.execute(next(self._steps), work, grammar=None, sample="now", scope=scope)
             for _, later in answers[1:]:
                 later.add_done_callback(_looked_at)
