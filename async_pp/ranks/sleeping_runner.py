@@ -5,7 +5,7 @@ step at a time. That order is carried by a message from rank to rank, as hidden 
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -43,7 +43,7 @@ class Load:
 
     sequences: int
     tokens: int
-    tells: bool = False
+    tells: bool = field(default=False, kw_only=True)
 
 
 class SleepingStage:
