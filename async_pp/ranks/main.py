@@ -117,8 +117,8 @@ class RankLoop:
                         self._steps += 1
                         span = None if self._failed else self._execute(envelope.message, envelope)
                         self._row.leave()
-                        if span is not None and self._row.told_by(self._output_rank) >= self._steps:
-                            self._reply(StepReply(*span), None)  # the engine may have looked before this rank had left
+                        if span is not None:
+                            self._silent(span)
                     case Call(call=call):
                         self._row.enter()
                         self._call(call, envelope)
@@ -168,11 +168,23 @@ class RankLoop:
             return None
         if answer is not None:
             self._reply(Reported(step=message.step), answer)
+        if message.reply == "all":
+            return span
+        self._note(span)
+        return None
+
+    def _silent(self, span: tuple[int, float, float]) -> None:
+        """This rank has left a step for which the engine waits, and has nothing to say of it."""
+        if self._row.told_by(self._output_rank) >= self._steps:
+            self._reply(StepReply(*span), None)  # the engine may have looked before this rank had left
+        else:
+            self._note(span)
+
+    def _note(self, span: tuple[int, float, float]) -> None:
         if self._tells_spans:
             self._spans.append(span)
             if len(self._spans) >= self._spans_per_message:
                 self._tell_spans()
-        return span if message.reply == "all" else None
 
     def _reply(self, message: StepReply | Reported, answer: Any) -> None:
         self._row.tell()

@@ -253,6 +253,8 @@ class SimRank:
                     self._row.leave()
                     if span is not None and self._row.told_by(self._boot.output_rank) >= self._steps:
                         self._reply(StepReply(*span), None)
+                    elif span is not None:
+                        self._note(span)
                 case Call(call=call):
                     self._row.enter()
                     await self._call(call, envelope)
@@ -292,11 +294,16 @@ class SimRank:
             self._reply(StepReply(step=step, began_s=began_s, ended_s=self._loop.time()), answer)
             return None
         span = step, began_s, ended_s
+        if message.reply == "all":
+            return span
+        self._note(span)
+        return None
+
+    def _note(self, span: tuple[int, float, float]) -> None:
         if self.number % self._boot.ranks_per_stage == 0:
             self._spans.append(span)
             if len(self._spans) >= self._spans_per_message:
                 self._tell_spans()
-        return span if message.reply == "all" else None
 
     def _reply(self, message: StepReply | StepFailed, answer: Any = NO_PAYLOAD) -> None:
         self._row.tell()
