@@ -30,6 +30,10 @@ MAX_PATH_BYTES = 107
 DRAIN_AT_ONCE = 64
 """Messages handled per wake-up before other callbacks of the loop get their turn."""
 
+_open: set["zmq.Context[zmq.Socket[bytes]]"] = set()
+"""Contexts whose channel was not closed. Were one collected together with its socket, as garbage of a program that
+forgot an engine, it would wait for ever for that socket's end, and the program with it."""
+
 
 def identity(key: bytes, epoch: int, rank: int) -> bytes:
     """Name of one life of a rank on the socket; who does not have its key cannot tell it."""
@@ -89,6 +93,7 @@ class ZmqEngineChannel:
         """Bind and read."""
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
+        _open.add(self._context)
         socket = self._context.socket(zmq.ROUTER)
         self._socket = socket
         for option, value in (
@@ -127,6 +132,7 @@ class ZmqEngineChannel:
         socket.close(linger=0)
         if self._context is not None:
             self._context.term()
+            _open.discard(self._context)
         self._path.unlink(missing_ok=True)
 
     def _look_again(self) -> None:

@@ -19,6 +19,7 @@ from async_pp.channel.protocol import EngineChannel, MakeEngineChannel, RankUnre
 from async_pp.channel.zmq_engine import ZmqEngineChannel
 from async_pp.core.deadlines import Deadline, Overdue, Row, Work
 from async_pp.core.gather import Scope
+from async_pp.core.silence import Silence
 from async_pp.engine.failures import RUNNING, Failures, wrong_hello
 from async_pp.engine.launch import StartDeadlines, launch, within
 from async_pp.engine.layout import RankLayout
@@ -107,8 +108,7 @@ class RankExecutor:
         self._clock = clock
         self._steps: Pending[tuple[int, int], Any] = Pending()
         self._calls: Pending[tuple[int, int], Any] = Pending()
-        self._heard = [0] * layout.ranks  # messages about steps that have come
-        self._works: dict[int, int] = {}  # steps that every rank answers, and which work of the ranks each is
+        self._silence = Silence(layout.ranks, layout.output_rank)
         self._attends: dict[int, int] = {}  # calls for the connectors, and how many ranks have not answered
         self._raised: asyncio.TimerHandle | None = None  # an error that may have a cause
         self._board: Board | None = None
@@ -255,9 +255,9 @@ class RankExecutor:
         message = Execute(step=step, sample=sample, reply="all" if scope is Scope.ALL else "output")
         payload = Payload.dump((work, grammar))
         self._send_all(channel, message, payload)
-        work_number = self._watch.step(step, deferred=sample == "later")
+        number = self._watch.step(step, deferred=sample == "later")
         if scope is Scope.ALL:
-            self._works[step] = work_number
+            self._silence.sent(step, number)
         return futures
 
     def attend(self, work: Any) -> list[tuple[int, asyncio.Future[Any]]]:
@@ -393,12 +393,12 @@ class RankExecutor:
     def _take(self, rank: int, envelope: Envelope) -> None:
         match envelope.message:
             case StepReply(step=step, began_s=began_s, ended_s=ended_s):
-                self._heard[rank] += 1
+                self._silence.heard(rank)
                 self._take_span(rank, step, began_s, ended_s)
                 self._steps.resolve((step, rank), envelope.load())
                 self._see_silent()
             case Reported():
-                self._heard[rank] += 1
+                self._silence.heard(rank)
                 self._on_output(rank, envelope.load())
                 self._see_silent()
             case Spans(spans=spans):
@@ -433,26 +433,18 @@ class RankExecutor:
                     self._loaded(rank)
 
     def _see_silent(self) -> None:
-        """Find the ranks that have nothing to say of a step that the output rank has answered.
+        """Take the ranks that have nothing to say of a step for ones that have answered it.
 
-        Such a rank has left the step, and every message that it had sent by then has come. One that leaves it later
-        finds on the board that the output rank has answered, and says a word.
+        A rank that leaves a step only after the output rank's answer finds on the board that this was sent, and says a
+        word.
         """
         assert self._board is not None
-        for step, work in list(self._works.items()):
-            if (step, self.layout.output_rank) in self._steps:
-                continue
-            silent = True
-            for rank in range(self.layout.ranks):
-                if (step, rank) not in self._steps:
-                    continue
-                row = self._board.row(rank)
-                if row.left >= work and row.told == self._heard[rank]:
-                    self._steps.resolve((step, rank), None)
-                else:
-                    silent = False
-            if silent:
-                del self._works[step]
+        for step, rank in self._silence.found(self._board.row, self._owing):
+            self._steps.resolve((step, rank), None)
+
+    def _owing(self, step: int) -> list[int]:
+        """The ranks whose answer to a step has not come."""
+        return [rank for rank in range(self.layout.ranks) if (step, rank) in self._steps]
 
     def _loaded(self, rank: int) -> None:
         self._loading.discard(rank)
@@ -503,13 +495,12 @@ class RankExecutor:
 
     def _missing(self, work: Work) -> list[int]:
         """The ranks whose answer to a work has not come."""
-        ranks = range(self.layout.ranks)
         # Memory is not ordered between processes: a rank that left just when the output rank answered may not have seen
         # that, and have said no word.
         self._see_silent()
         if work.step is not None:
-            return [rank for rank in ranks if (work.step, rank) in self._steps]
-        return [rank for rank in ranks if work.call is not None and (work.call, rank) in self._calls]
+            return self._owing(work.step)
+        return [rank for call, rank in self._calls if call == work.call]
 
     def _asked(self) -> list[int]:
         """The ranks that have not answered the oldest call."""

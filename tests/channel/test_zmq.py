@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -160,3 +162,26 @@ async def test_a_rank_refuses_what_is_not_from_its_engine(tmp_path: Path) -> Non
             rank.recv()
         rank.close()
         rank.close()
+
+
+FORGOTTEN = """
+import asyncio, gc, sys
+from pathlib import Path
+from async_pp.channel.zmq_engine import ZmqEngineChannel
+from async_pp.wire.limits import Limits
+
+async def forget():
+    channel = ZmqEngineChannel(
+        Path(sys.argv[1]), {0: bytes(32)}, epoch=0, limits=Limits(), on_message=print, on_reject=print
+    )
+    channel.itself = channel
+    await channel.start()
+
+asyncio.run(forget())
+gc.collect()
+"""
+
+
+def test_a_channel_that_nobody_closes_does_not_keep_its_program_from_going_on(tmp_path: Path) -> None:
+    """The collector takes the weak references to a context's sockets away before it ends the context."""
+    subprocess.run([sys.executable, "-c", FORGOTTEN, str(tmp_path)], check=True, timeout=60)

@@ -153,7 +153,7 @@ async def test_a_rank_with_nothing_to_say_says_nothing_and_is_known_to_be_done(z
             assert await future == (None if rank < 3 else (3, None))
     answers = [rank for rank, kind in came if kind == "StepReply"]
     assert answers.count(3) == 40 and len(answers) < 60, "40, and a word where a rank was late"
-    assert not executor._works
+    assert not executor._silence._works
     await executor.close()
 
 
@@ -168,7 +168,7 @@ async def test_a_step_waits_for_the_rank_that_is_done_after_the_output_rank(zygo
         for _, future in step:
             await future
         assert time.monotonic() - began_s >= number * LATE_S
-    assert not executor._works and not made.lost
+    assert not executor._silence._works and not made.lost
     await executor.close()
 
 
