@@ -3,9 +3,11 @@
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from async_pp.bench.pipeline.host import Hosted
 from async_pp.bench.pipeline.loads import COUNTED, Arrival, Kind, Section
 
 Row = tuple[float, float, int, int]
@@ -38,11 +40,13 @@ class Measured:
         answered: its sections.
         rows: by stage, the steps of all sections; none where nothing counts them.
         bubble: shares of the stage time by cause, where the engine tells.
+        hosted: steps that were not empty, where something is known of the host's time.
     """
 
     answered: list[Answered]
     rows: list[list[Row]] = field(default_factory=list)
     bubble: dict[str, float] | None = None
+    hosted: list[Hosted] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Figures:
             steps.
         sequences_per_step: mean over the other steps.
         stage_use: share of the sections' time in which a stage worked, mean over the stages.
+        host_ms_p50: of a step, of those of the number of sequences that most steps have; see `host`.
+        host_sequences: that number.
     """
 
     tokens_per_s: float
@@ -82,6 +88,8 @@ class Figures:
     empty_steps: int | None
     sequences_per_step: float | None
     stage_use: float | None
+    host_ms_p50: float | None
+    host_sequences: int | None
 
 
 def figures(sections: Sequence[Section], measured: Measured) -> Figures:
@@ -95,6 +103,8 @@ def figures(sections: Sequence[Section], measured: Measured) -> Figures:
     gaps = [after - before for _, times in pairs for before, after in itertools.pairwise(times)]
     steps = [[row for row in rows if row[2]] for rows in measured.rows]
     counted = any(measured.rows)
+    usual = Counter(step.sequences for step in measured.hosted).most_common(1)
+    sequences = usual[0][0] if usual else None
     return Figures(
         tokens_per_s=sum(len(times) for _, times in pairs) / span_s,
         ttft_ms_p50=1e3 * statistics.median(_ttfts(pairs, COUNTED)),
@@ -109,6 +119,8 @@ def figures(sections: Sequence[Section], measured: Measured) -> Figures:
         stage_use=sum(end - begin for rows in steps for begin, end, *_ in rows) / (len(steps) * span_s)
         if counted
         else None,
+        host_ms_p50=_median_ms([step.seconds for step in measured.hosted if step.sequences == sequences]),
+        host_sequences=sequences,
     )
 
 

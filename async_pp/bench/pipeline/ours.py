@@ -9,6 +9,7 @@ from async_pp.bench import BenchFailed
 from async_pp.bench.devices import policy_of
 from async_pp.bench.pipeline.connectors import Connector
 from async_pp.bench.pipeline.engines import Client, arguments
+from async_pp.bench.pipeline.host import Watched
 from async_pp.bench.pipeline.loads import WARM_UP
 from async_pp.bench.pipeline.measured import Measured
 from async_pp.bench.pipeline.settings import Settings, Tell
@@ -29,7 +30,7 @@ async def measure(settings: Settings, connector: Connector, folder: Path, tell: 
         BenchFailed: the engine or a request failed.
     """
     args = AsyncEngineArgs(**arguments(folder, settings.stages, connector))
-    policy = policy_of(settings.policy, len(settings.stages))
+    policy = Watched(policy_of(settings.policy, len(settings.stages)))
     found: list[Measured] = []
     try:
         async with AsyncPPEngine.from_engine_args(args, policy=policy) as engine:
@@ -37,10 +38,11 @@ async def measure(settings: Settings, connector: Connector, folder: Path, tell: 
             await client.run(WARM_UP)
             for load in settings.loads:
                 tell(load.name)
+                policy.take()
                 before = await engine.bubbles()
                 measured = await client.run(load)
                 bubble = (await engine.bubbles()).since(before).shares()
-                found.append(replace(measured, bubble=bubble))
+                found.append(replace(measured, bubble=bubble, hosted=policy.take()))
     except EngineFailed as error:
         raise BenchFailed(f"the engine ended: {error}") from error
     return found

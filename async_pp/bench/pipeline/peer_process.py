@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -84,17 +85,23 @@ async def _measure(job: Job, pipe: socket.socket) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from async_pp.bench.pipeline.engines import Client, arguments
+    from async_pp.bench.pipeline.host import Written, timed
 
     values = arguments(Path(job.folder), job.stages, job.connector)
     args = AsyncEngineArgs(**values, distributed_executor_backend="mp")
     config = args.create_engine_config()
     # The configuration asks for spawned workers on CPUs. These have no threads to lose, and forked ones start faster.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    path = Path(job.folder) / "host"
+    config.scheduler_config.scheduler_cls = timed(config.scheduler_config.get_scheduler_cls(), path)
     client = Client(AsyncLLM.from_vllm_config(config))
     await client.run(WARM_UP)
+    written = Written(path)
     _tell(pipe, Ready())
     for load in job.loads:
-        _tell(pipe, Result(await client.run(load)))
+        written.take()
+        measured = await client.run(load)
+        _tell(pipe, Result(replace(measured, hosted=written.take())))
 
 
 def _tell(pipe: socket.socket, message: Heard) -> None:

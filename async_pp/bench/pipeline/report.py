@@ -20,7 +20,7 @@ ENGINES = ("ours", "vllm")
 LONG = ("long_ttft_ms_p50", "long_alone_ttft_ms")
 """Figures that only loads with long prompts have."""
 
-COUNTS = ("empty_steps", "sequences_per_step", "stage_use")
+COUNTS = ("empty_steps", "sequences_per_step", "stage_use", "host_ms_p50", "host_sequences")
 """Figures that only ranks of an engine have."""
 
 _DIGITS = 3
@@ -108,6 +108,7 @@ _COLUMNS: Mapping[str, tuple[str, str]] = {
     "seq/step": ("sequences_per_step", ".2f"),
     "empty": ("empty_steps", ",.0f"),
     "stage use": ("stage_use", ".0%"),
+    "host ms": ("host_ms_p50", ",.2f"),
     "goodput": ("goodput", ",.1f"),
     "long TTFT": ("long_ttft_ms_p50", ",.1f"),
 }
