@@ -7,7 +7,11 @@ event is allowed in which state of a step; everything else raises InvalidTransit
 Sampling may be deferred: a step whose grammar bitmask depends on a token that an earlier step in flight still has to
 produce is dispatched without its `sample` message, which is released right after the settle of that earlier step.
 
-The machine knows nothing of what a step computes: requests are ids, plans and answers are opaque.
+What a rank reports beside its answers is folded in the order in which the rank speaks. An answer is folded by the
+settle of its step, so a report that comes after the answer to a step in flight waits for that settle: else it would
+overtake what the answer says of the same transfer.
+
+The machine knows nothing of what a step computes: requests are ids, plans, answers and reports are opaque.
 """
 
 from collections import deque
@@ -88,6 +92,7 @@ class Step:
     planned_at_s: float
     state: State = State.NEW
     story: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
+    behind: list["Fold"] = field(default_factory=list)  # reports that came after their rank's answer to this step
 
     def take(self, event: Event, now_s: float) -> None:
         """Move along the table, or raise InvalidTransition and stay."""
@@ -130,6 +135,14 @@ class FreeSlot:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """Take what a rank has reported beside its answers now: all that it said before is taken."""
+
+    rank: int
+    report: Any
+
+
+@dataclass(frozen=True)
 class EndEpoch:
     """The rank set is lost. `steps` were in flight, oldest first; no further effect of this epoch follows."""
 
@@ -137,7 +150,7 @@ class EndEpoch:
     steps: tuple[Step, ...]
 
 
-Effect = Dispatch | Release | Settle | FreeSlot | EndEpoch
+Effect = Dispatch | Release | Settle | FreeSlot | Fold | EndEpoch
 
 
 class Pipeline:
@@ -206,18 +219,30 @@ class Pipeline:
         step.gather.fold(rank, answer)
         return self._settle_oldest(now_s)
 
+    def report(self, rank: int, report: Any) -> list[Effect]:
+        """A rank reported something beside its answers. What comes after the end of the epoch is left out."""
+        if self.cause is not None:
+            return []
+        fold = Fold(rank, report)
+        answered = [step for step in self.window if rank in step.gather.expected - step.gather.missing]
+        if not answered:
+            return [fold]
+        answered[-1].behind.append(fold)
+        return []
+
     def settled(self, number: int, now_s: float) -> list[Effect]:
         """The shell has settled the step it was told to settle."""
         if self._settling != number:
             raise ValueError(f"step {number} was not being settled")
-        self.window.close(number).take(Event.SETTLED, now_s)
+        settled = self.window.close(number)
+        settled.take(Event.SETTLED, now_s)
         self._settling = None
         effects: list[Effect] = [FreeSlot()]
         for step in self.window:
             if step.state is State.DEFERRED and step.waits_for is not None and step.waits_for <= number:
                 step.take(Event.RELEASE, now_s)
                 effects.append(Release(step))
-        return effects + self._settle_oldest(now_s)
+        return effects + settled.behind + self._settle_oldest(now_s)
 
     def lose(self, cause: BaseException, now_s: float) -> list[Effect]:
         """The rank set cannot go on. The first cause counts; later ones change nothing.

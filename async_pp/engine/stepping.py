@@ -4,9 +4,9 @@ Each answer of a step is a coroutine: it awaits the future of one rank, tells th
 the effects. Planner and steps live in one TaskGroup, so the failure of any ends all of them, and nothing
 runs on unseen.
 
-What connectors report beside the answers is folded by a coroutine of its own as it comes. While transfers are under way
-and no step is in flight, the ranks are asked how far they are, after pauses that grow with the time waited: connectors
-offer nothing to wait for.
+What connectors report beside the answers reaches the machine in the order in which it came among the answers. While
+transfers are under way and no step is in flight, the ranks are asked how far they are, after pauses that grow with the
+time waited: connectors offer nothing to wait for.
 
 What happens to a step is also told to the accounting of stage time, and what that makes of it to the scheduler: when
 the next answer comes, because a scheduler that raises must end the epoch, and not what reads the ranks' socket.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_pp.core.bubble import Bubbles, StageTime
-from async_pp.core.pipeline import Dispatch, Effect, EndEpoch, FreeSlot, Pipeline, Release, Settle, Step
+from async_pp.core.pipeline import Dispatch, Effect, EndEpoch, Fold, FreeSlot, Pipeline, Release, Settle, Step
 from async_pp.core.transfers import pause_s
 from async_pp.engine.planner import Planner
 from async_pp.engine.ports import Attend, ExecutorPort, Plan, SchedulerPort, StepTimes
@@ -71,8 +71,8 @@ class Stepping:
         self._asked_s = 0.0  # when the scheduler was asked for the plan that is being dispatched
         self._planner = Planner(scheduler, depth, self._plan, self._attend, self._rest, clock)
         self._settler = Settler(scheduler, emit)
-        self._emit = emit
-        self._outputs: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()  # of connectors: rank, output
+        self._loop = asyncio.get_running_loop()
+        self._refused: asyncio.Future[None] = self._loop.create_future()  # what folding a report has raised
         self._attending = 0  # ranks that have not answered what was sent to their connectors
         self._waiting_since_s: float | None = None  # when asking for transfers began
         self._next_ask: asyncio.TimerHandle | None = None
@@ -91,8 +91,11 @@ class Stepping:
         self._bubbles.span(stage, step, began_s, ended_s)
 
     def connector_output(self, rank: int, output: Any) -> None:
-        """A rank's connectors have reported something beside the answers."""
-        self._outputs.put_nowait((rank, output))
+        """A rank's connectors have reported something beside the answers.
+
+        It is taken by the loop's next turn, as the answers are by their coroutines: so none overtakes another.
+        """
+        self._loop.call_soon(self._take_output, rank, output)
 
     def bubbles(self) -> StageTime:
         """What became of the stage time so far: up to now when no step is in flight and every rank has told its times,
@@ -130,7 +133,7 @@ class Stepping:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._planner.run(), name="async_pp planner")
-                tasks.create_task(self._gather(), name="async_pp connectors")
+                tasks.create_task(self._until_refused(), name="async_pp connectors")
         except* Exception as group:  # noqa: BLE001 - unpacked, not swallowed
             raise first_of(group) from None
         finally:
@@ -155,9 +158,16 @@ class Stepping:
 
     # -- connectors ------------------------------------------------------------------------------------------------
 
-    async def _gather(self) -> None:
-        while True:
-            self._fold(*await self._outputs.get())
+    async def _until_refused(self) -> None:
+        await self._refused
+
+    def _take_output(self, rank: int, output: Any) -> None:
+        if self._refused.done():  # cancelled with the epoch's coroutines
+            return
+        try:
+            self._apply(self._pipeline.report(rank, output))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the epoch and not this turn of the loop
+            self._refused.set_exception(error)
 
     def _attend(self, attend: Attend) -> None:
         assert self._tasks is not None
@@ -172,15 +182,13 @@ class Stepping:
         if output is None:
             self._rest()
         else:
-            self._fold(rank, output)
+            self._apply(self._pipeline.report(rank, output))
 
     def _fold(self, rank: int, output: Any) -> None:
-        told = self._scheduler.connector_output(rank, output)
-        if told is None:  # not a reason to plan: connectors with statistics would keep planner and ranks busy
-            self._rest()
+        if not self._settler.fold(rank, output):
+            self._rest()  # not a reason to plan: connectors with statistics would keep planner and ranks busy
             return
         self._waiting_since_s = None  # something moves: ask soon again
-        self._emit(told)
         self._planner.wake()
 
     def _rest(self) -> None:
@@ -190,10 +198,9 @@ class Stepping:
         if not self._scheduler.transferring:
             self._waiting_since_s = None
             return
-        loop = asyncio.get_running_loop()
         if self._waiting_since_s is None:
-            self._waiting_since_s = loop.time()
-        self._next_ask = loop.call_later(pause_s(loop.time() - self._waiting_since_s), self._ask)
+            self._waiting_since_s = self._loop.time()
+        self._next_ask = self._loop.call_later(pause_s(self._loop.time() - self._waiting_since_s), self._ask)
 
     def _ask(self) -> None:
         self._next_ask = None
@@ -230,6 +237,8 @@ class Stepping:
                     queue += self._settle(step)
                 case Release(step=step):
                     self._executor.release(step.number, self._scheduler.bitmask(step.plan))
+                case Fold(rank=rank, report=report):
+                    self._fold(rank, report)
                 case FreeSlot():
                     self._planner.free_slot()
                     self._settled.set()

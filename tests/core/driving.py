@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from async_pp.core.gather import Scope
-from async_pp.core.pipeline import Dispatch, Effect, EndEpoch, FreeSlot, Pipeline, Release, Settle, Step
+from async_pp.core.pipeline import Dispatch, Effect, EndEpoch, Fold, FreeSlot, Pipeline, Release, Settle, Step
 
 RANKS = 2
 OUTPUT = 1
@@ -24,6 +24,10 @@ class Driver:
         """One rank answers."""
         return self.machine.answer(number, rank, (number, rank), self._tick())
 
+    def report(self, rank: int, report: object) -> list[Effect]:
+        """One rank reports something beside its answers."""
+        return self.machine.report(rank, report)
+
     def settled(self, number: int) -> list[Effect]:
         """The shell reports a settle."""
         return self.machine.settled(number, self._tick())
@@ -41,7 +45,10 @@ class Driver:
     def snapshot(self) -> object:
         """All that a refused event must leave as it was."""
         machine = self.machine
-        steps = [(step.number, step.state, step.gather.answers(), list(step.story)) for step in machine.window]
+        steps = [
+            (step.number, step.state, step.gather.answers(), list(step.story), list(step.behind))
+            for step in machine.window
+        ]
         return steps, machine.window.free, machine.cause, machine.idle
 
     def _tick(self) -> float:
@@ -62,6 +69,8 @@ def _told(effect: Effect) -> tuple[object, ...]:
             return ("release", step.number)
         case Settle(step=step):
             return ("settle", step.number)
+        case Fold(rank=rank, report=report):
+            return ("fold", rank, report)
         case FreeSlot():
             return ("free slot",)
         case EndEpoch(cause=cause, steps=steps):

@@ -117,6 +117,27 @@ def test_a_step_may_be_deferred_behind_one_that_settles() -> None:
     assert told(driver.settled(0)) == [("free slot",), ("release", 1)]
 
 
+def test_a_report_overtakes_no_answer_of_its_rank() -> None:
+    driver = Driver()
+    driver.plan("a", scope=Scope.ALL)
+    driver.plan("b", scope=Scope.ALL)
+    driver.plan("ab", pending=True)
+    assert told(driver.report(0, "before")) == [("fold", 0, "before")]
+    driver.answer(0, rank=0)
+    assert told(driver.report(1, "of another rank")) == [("fold", 1, "of another rank")]
+    assert driver.report(0, "behind 0") == driver.report(0, "behind 0 too") == []
+    driver.answer(1, rank=0)
+    driver.answer(1, rank=1)
+    assert driver.report(0, "behind 1") == []
+    assert told(driver.answer(0, rank=1)) == [("settle", 0)]
+    assert driver.report(1, "behind both") == []
+    folds = [("fold", 0, "behind 0"), ("fold", 0, "behind 0 too")]
+    assert told(driver.settled(0)) == [("free slot",), *folds, ("settle", 1)]
+    assert driver.report(0, "behind what is being settled") == []
+    folds = [("fold", 0, "behind 1"), ("fold", 1, "behind both"), ("fold", 0, "behind what is being settled")]
+    assert told(driver.settled(1)) == [("free slot",), ("release", 2), *folds]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_answer_to_a_deferred_step_is_refused_and_changes_nothing(rank: int) -> None:
     """A rank answers after sampling, and its sample message has not been sent: such an answer is a lie."""
@@ -213,6 +234,7 @@ def test_nothing_comes_after_the_end() -> None:
     assert driver.machine.cause is cause
     assert driver.answer(1) == []
     assert driver.machine.ignored_answers == 1
+    assert driver.report(0, "late") == []
     with pytest.raises(ValueError, match="step 0 was not being settled"):
         driver.settled(0)
     with pytest.raises(EpochOver, match="epoch 7 is over") as caught:

@@ -2,7 +2,8 @@
 
 The rules play the shell and the ranks, well behaved and not. After each event `validate()` and these hold: settles in
 dispatch order, never more steps in flight than slots, one slot back per settled step, one release per deferred step and
-only after the settle it waits for, nothing after the end of the epoch, and idle when everything is answered.
+only after the settle it waits for, each report once and right after what its rank had answered before it, nothing after
+the end of the epoch, and idle when everything is answered.
 """
 
 import os
@@ -24,7 +25,17 @@ from hypothesis.stateful import (
 )
 
 from async_pp.core.gather import Scope
-from async_pp.core.pipeline import Dispatch, Effect, EndEpoch, EpochOver, FreeSlot, InvalidTransition, Release, Settle
+from async_pp.core.pipeline import (
+    Dispatch,
+    Effect,
+    EndEpoch,
+    EpochOver,
+    Fold,
+    FreeSlot,
+    InvalidTransition,
+    Release,
+    Settle,
+)
 from async_pp.core.window import WindowFull
 from tests.core.driving import Driver, told
 
@@ -32,6 +43,7 @@ RANKS = 3
 CALLS: dict[str, Callable[..., list[Effect]]] = {
     "plan": Driver.plan,
     "answer": Driver.answer,
+    "report": Driver.report,
     "settled": Driver.settled,
     "lose": Driver.lose,
 }
@@ -58,6 +70,8 @@ class PipelineRules(RuleBasedStateMachine):
         self.settling: list[int] = []  # told to settle, in order
         self.settled: list[int] = []
         self.released: list[int] = []
+        self.reports: dict[int, list[tuple[int, set[int]]]] = {rank: [] for rank in range(RANKS)}  # not folded
+        self.reported = 0
 
     def fresh(self) -> Driver:
         return Driver(depth=self.depth, ranks=RANKS, output_rank=self.output_rank)
@@ -109,11 +123,16 @@ class PipelineRules(RuleBasedStateMachine):
                 assert len(self.settling) == len(self.settled), "one settle at a time"
                 assert self.given[step.number] == self.expected[step.number], "with every answer it waits for"
                 assert list(step.gather.answers()) == sorted(self.expected[step.number])
+                self.check_reports()
                 self.settling.append(step.number)
             case Release(step=step):
                 assert self.waits_for[step.number] in self.settled, "only after the settle it waits for"
                 assert step.number not in self.released, "once"
                 self.released.append(step.number)
+            case Fold(rank=rank, report=report):
+                expected, behind = self.reports[rank].pop(0)
+                assert report == expected, "in the order in which its rank speaks"
+                assert behind <= set(self.settled), "and behind the answers before it"
             case FreeSlot():
                 self.slots += 1
                 assert self.slots <= self.depth
@@ -177,6 +196,16 @@ class PipelineRules(RuleBasedStateMachine):
         assert self.driver.snapshot() == before
         assert self.driver.machine.ignored_answers == counted + 1
 
+    def check_reports(self) -> None:
+        for behind in (behind for reports in self.reports.values() for _, behind in reports):
+            assert behind - set(self.settled), "what waits for nothing is folded at once"
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    def report(self, rank: int) -> None:
+        self.reported += 1
+        self.reports[rank].append((self.reported, {number for number in self.flying if rank in self.given[number]}))
+        self.happen("report", rank, self.reported)
+
     @precondition(lambda self: self.unreported)
     @rule()
     def settle(self) -> None:
@@ -204,6 +233,8 @@ class PipelineRules(RuleBasedStateMachine):
     def holds(self) -> None:
         machine = self.driver.machine
         machine.validate()
+        if not self.over:
+            self.check_reports()
         assert len(machine.window) <= self.depth
         assert [step.number for step in machine.window] == ([] if self.over else self.flying)
         assert machine.idle == (self.over or not self.flying)
@@ -233,6 +264,7 @@ class PipelineRules(RuleBasedStateMachine):
         if not self.over:
             assert self.driver.machine.idle
             assert self.slots == self.depth
+            assert not any(self.reports.values())
             assert self.settled == list(self.requests)
             assert sorted(self.released) == sorted(self.waits_for)
 

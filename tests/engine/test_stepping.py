@@ -220,6 +220,29 @@ async def test_what_is_for_the_connectors_is_sent_beside_steps_and_every_answer_
         assert steps.oldest_step == 0, "no step has been settled for it"
 
 
+async def test_what_a_rank_says_is_taken_in_its_order_though_all_comes_in_one_turn_of_the_loop() -> None:
+    class Telling(FakeScheduler):
+        def connector_output(self, rank: int, output: Any) -> Any:
+            return [output]
+
+    executor = FakeExecutor()
+    todo = [a_plan("a", scope=Scope.ALL), Attend("load", again=True), a_plan("b")]
+    async with stepping(Telling(todo), executor) as (steps, told, _):
+        executor.futures[1, 1].set_result("B")
+        steps.connector_output(0, "before its answer")
+        executor.futures[0, 0].set_result("A")
+        steps.connector_output(0, "behind it")
+        executor.futures[-1, 0].set_result("loaded")
+        steps.connector_output(0, "at last")
+        executor.futures[-1, 1].set_result("of another rank, behind b")
+        await turns()
+        assert told == ["before its answer"]
+        executor.futures[0, 1].set_result("A")
+        await turns()
+        behind = ["behind it", "loaded", "at last"]
+        assert told[1:] == ["output of a", *behind, "output of b", "of another rank, behind b"]
+
+
 async def test_a_report_that_cannot_be_folded_ends_the_epoch() -> None:
     class Refusing(FakeScheduler):
         def connector_output(self, rank: int, output: Any) -> Any:

@@ -380,6 +380,11 @@ def test_what_is_sent_beside_steps_makes_a_decode_due_where_workers_count_it(cor
     play_random(cores(stages, paced=True), seed)
 
 
+def test_a_failure_told_with_a_step_is_not_overtaken_by_what_its_rank_says_next(cores):
+    """The step waits for another rank; what was sent beside it is answered meanwhile, and tells of the same load."""
+    play_random(cores(2, paced=True), 296)
+
+
 @pytest.mark.parametrize("stages, seed", [(4, 46), (4, 52), (2, 92)])
 def test_a_load_that_failed_as_a_whole_keeps_no_room_reserved(cores, stages, seed):
     """vLLM goes on reserving it, and in a small cache that keeps the request, and all behind it, out for ever."""

@@ -1,8 +1,9 @@
 """What the ranks' KV and encoder-cache connectors report, folded into what vLLM's scheduler is told.
 
 vLLM folds by `KVOutputAggregator`, one step at a time, with an answer of every rank in hand. Here each report is folded
-when it comes, whichever step it came with, and the next settle takes what has become complete. For well-formed reports
-that is the same; for others this fold differs where vLLM's would leak blocks, free them too early, or end the engine:
+when it comes, whichever step it came with, in the order in which its rank speaks, and the next settle takes what has
+become complete. For well-formed reports that is the same; for others this fold differs where vLLM's would leak blocks,
+free them too early, or end the engine:
 
 - A rank that reports a transfer twice counts once.
 - A report about a request that is gone, or that waits for nothing, is counted and dropped.
