@@ -104,6 +104,7 @@ class RankLoop:
         self._spans: list[tuple[int, float, float]] = []
         self._spans_per_message = 1  # then twice as many each time: the first times are wanted at once
         self._held: deque[Envelope] = deque()
+        self._samples: dict[int, Envelope] = {}  # that came before their steps: a later step may wait for less
         self._failed = False  # a step has raised
 
     def run(self) -> None:
@@ -197,15 +198,16 @@ class RankLoop:
             self._spans_per_message = min(SPANS, 2 * self._spans_per_message)
 
     def _await_sample(self, step: int) -> Any:
-        while True:
+        while step not in self._samples:
             envelope = self._channel.recv()
             match envelope.message:
-                case Sample(step=number) if number == step:
-                    return envelope.load()
+                case Sample(step=number):
+                    self._samples[number] = envelope
                 case Close():
                     raise _Closing
                 case _:
                     self._held.append(envelope)
+        return self._samples.pop(step).load()
 
     def _call(self, call: int, envelope: Envelope) -> None:
         self._tell_spans()

@@ -141,6 +141,18 @@ async def test_while_a_step_waits_for_its_sampling_later_messages_are_held_in_or
     await rank.end()
 
 
+async def test_a_later_step_may_be_sampled_under_a_word_that_came_first() -> None:
+    """It waits for an older step than the one before it does, so it is released sooner."""
+    rank = await Rank().start()
+    for step in (1, 2, 3):
+        rank.send(Execute(step=step, sample="later", reply="output"), ({}, None))
+    for step in (3, 1, 2):
+        rank.send(Sample(step=step), f"mask {step}")
+    said = [await rank.next() for _ in range(3)]
+    assert [(step_of(one), one.load()) for one in said] == [(step, f"sampled under mask {step}") for step in (1, 2, 3)]
+    await rank.end()
+
+
 async def test_closing_while_a_step_waits_for_its_sampling_ends_the_rank() -> None:
     rank = await Rank().start()
     rank.send(Execute(step=1, sample="later", reply="output"), ({}, None))

@@ -174,6 +174,7 @@ class SimRank:
         self._running = asyncio.Event()
         self._running.set()
         self._held: deque[Envelope] = deque()
+        self._samples: dict[int, Envelope] = {}
         self._failed = False
         self._steps = 0
         self._taken = 0  # hand-overs
@@ -364,15 +365,16 @@ class SimRank:
         return work.epoch, work.serial, sampled
 
     async def _await_sample(self, step: int) -> Any:
-        while True:
+        while step not in self._samples:
             envelope = await self._receive()
             match envelope.message:
-                case Sample(step=number) if number == step:
-                    return envelope.load()
+                case Sample(step=number):
+                    self._samples[number] = envelope
                 case Close():
                     raise _Dies("exit code 0")
                 case _:
                     self._held.append(envelope)
+        return self._samples.pop(step).load()
 
     async def _call(self, call: int, envelope: Envelope) -> None:
         self._tell_spans()
