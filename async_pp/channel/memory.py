@@ -180,9 +180,9 @@ def _on_its_way(line: _Line, frame: Frame) -> list[Frame]:
         return []
     if line.corrupt:
         line.corrupt -= 1
-        damaged = bytearray(frame[1])
+        damaged = bytearray(frame[0])
         damaged[-1] ^= 1
-        return [[frame[0], damaged, *frame[2:]]]
+        return [[damaged, *frame[1:]]]
     if line.replay:
         line.replay -= 1
         return [frame, frame]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from async_pp.wire.frames import _HEAD, Direction, Part, Payload, Sealer
+from async_pp.wire.frames import _HEAD, SEAL_BYTES, Direction, Part, Payload, Sealer
 from async_pp.wire.limits import Limits
 from async_pp.wire.messages import (
     Bye,
@@ -99,7 +99,9 @@ def double(rng: random.Random, frame: Frame) -> Frame:
 
 
 def swap(rng: random.Random, frame: Frame) -> Frame:
-    """Two parts changed places."""
+    """Two parts changed places, if there are two."""
+    if len(frame) < 2:
+        return frame
     first, second = rng.sample(range(len(frame)), 2)
     frame = list(frame)
     frame[first], frame[second] = frame[second], frame[first]
@@ -107,9 +109,13 @@ def swap(rng: random.Random, frame: Frame) -> Frame:
 
 
 def move_border(rng: random.Random, frame: Frame) -> Frame:
-    """The same bytes, split elsewhere: the lengths in the sealed header must notice."""
-    index = rng.randrange(len(frame) - 1)
-    return [*frame[:index], frame[index] + frame[index + 1][:1], frame[index + 1][1:], *frame[index + 2 :]]
+    """The same bytes, split elsewhere: within the first part, which ends with its seal, or between two parts."""
+    index = rng.randrange(len(frame))
+    if not index:
+        head = frame[0]
+        at = rng.randrange(len(head) - SEAL_BYTES)
+        return [head[:at] + head[-SEAL_BYTES:], head[at:-SEAL_BYTES], *frame[1:]]
+    return [*frame[: index - 1], frame[index - 1] + frame[index][:1], frame[index][1:], *frame[index + 1 :]]
 
 
 def junk(rng: random.Random, frame: Frame) -> Frame:
@@ -120,7 +126,7 @@ def junk(rng: random.Random, frame: Frame) -> Frame:
 def rewrite_head(rng: random.Random, frame: Frame) -> Frame:
     """One field of the header says something else, such as 2**64 - 1 bytes; the seal is not renewed."""
     fields = list(_HEAD.unpack_from(frame[0]))
-    lengths = bytearray(frame[0][_HEAD.size :])
+    lengths = bytearray(frame[0][_HEAD.size : _head_bytes(frame)])
     field = rng.randrange(7)
     if field == 6:
         struct.pack_into("<Q", lengths, 8 * rng.randrange(len(lengths) // 8), rng.choice([0, 2**31, 2**63, 2**64 - 1]))
@@ -128,17 +134,23 @@ def rewrite_head(rng: random.Random, frame: Frame) -> Frame:
         fields[0] = rng.choice([b"APP0", b"APP2", bytes(4)])
     else:
         fields[field] = rng.choice([0, 1, 2, 3, 2**8 - 1]) if field == 1 else rng.choice([0, 7, 2**31, 2**32 - 1])
-    return [_HEAD.pack(*fields) + bytes(lengths), *frame[1:]]
+    return [_HEAD.pack(*fields) + lengths + frame[0][_head_bytes(frame) :], *frame[1:]]
 
 
 def nest(rng: random.Random, frame: Frame) -> Frame:
     """A message that is nested 100,000 deep."""
-    return [frame[0], rng.choice([b"\x91", b"\x81"]) * 100_000 + b"\x01", *frame[2:]]
+    nested = rng.choice([b"\x91", b"\x81"]) * 100_000 + b"\x01"
+    return [frame[0][: _head_bytes(frame)] + nested + frame[0][-SEAL_BYTES:], *frame[1:]]
 
 
 def swell(rng: random.Random, frame: Frame) -> Frame:
     """More parts than any frame may have."""
-    return [*frame[:-1], *[b""] * (LIMITS.max_parts + rng.randrange(1, 9)), frame[-1]]
+    return [*frame, *[b""] * (LIMITS.max_parts + rng.randrange(1, 9))]
+
+
+def _head_bytes(frame: Frame) -> int:
+    """Of its header: there is a length of the message, and one of each payload part."""
+    return _HEAD.size + 8 * len(frame)
 
 
 COMMON: list[Mutation] = [flip, cut, grow, drop, double, swap, move_border, junk, rewrite_head]
