@@ -97,7 +97,7 @@ class Held:
         return cls(
             process.num_fds(),
             # The loop's own pool makes another thread, up to its limit, whenever none of them happens to be idle.
-            sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate()),
+            sum(not thread.name.startswith(("asyncio_", "uvloop_")) for thread in threading.enumerate()),
             len(asyncio.all_tasks()),
             len(process.children(recursive=True)),
             len(list(folder.iterdir())) + _orphans(since_s),

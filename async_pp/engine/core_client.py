@@ -70,6 +70,9 @@ class InProcessClient(EngineCoreClient):
         """No request, abort or utility works from here on; every open stream ends with `cause`."""
         self.cause = cause
         self.resources.engine_dead = True
+        self._held.clear()  # their streams end now, and no abort takes them out any more
+        if self.carried is not None:
+            self.carried.requests.clear()
         self._changed()
         self._streams.end(cause)
 
