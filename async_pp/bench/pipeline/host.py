@@ -8,22 +8,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from async_pp.bench.pipeline.measured import Hosted
 from async_pp.core.fit import Size
 from async_pp.core.policy import Limits, Policy, View
-
-
-class Hosted(NamedTuple):
-    """A step.
-
-    Attributes:
-        sequences: requests in it.
-        seconds: of the host.
-    """
-
-    sequences: int
-    seconds: float
 
 
 class Watched:

@@ -6,12 +6,24 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from async_pp.bench.pipeline.host import Hosted
 from async_pp.bench.pipeline.loads import COUNTED, Arrival, Kind, Section
 
 Row = tuple[float, float, int, int]
 """A step on a stage: begin and end of its work, monotonic seconds, tokens, sequences."""
+
+
+class Hosted(NamedTuple):
+    """What a step cost the host.
+
+    Attributes:
+        sequences: requests in it.
+        seconds: see `host`.
+    """
+
+    sequences: int
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from async_pp.bench.pipeline.host import Hosted, Watched, Written, timed
-from async_pp.bench.pipeline.measured import Answered, Measured, figures
+from async_pp.bench.pipeline.host import Watched, Written, timed
+from async_pp.bench.pipeline.measured import Answered, Hosted, Measured, figures
 from async_pp.core.fit import Size
 from async_pp.core.policy import FillFirst
 
