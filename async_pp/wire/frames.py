@@ -1,10 +1,10 @@
 """Frames: a message and its payload, sealed. The only module that pickles.
 
-A frame is a list of parts. The first holds header, message and seal, the others are the payload: each further part costs
-a socket some microseconds, for every rank and step. The header holds magic, format version, direction, rank, epoch,
-sequence number and the lengths of the message and of every payload part. The seal is HMAC-SHA256 over all of it with a
-key that only this engine and this rank have. It is checked before anything is decoded: workers exchange pickles, and a
-pickle of a stranger runs code.
+A frame is a list of parts. The first holds header, message and seal, the others are the payload: each further part
+costs a socket some microseconds, for every rank and step. The header holds magic, format version, direction, rank,
+epoch, sequence number and the lengths of the message and of every payload part. The seal is HMAC-SHA256 over all of it
+with a key that only this engine and this rank have. It is checked before anything is decoded: workers exchange
+pickles, and a pickle of a stranger runs code.
 
 Sequence numbers make a replayed, dropped or reordered frame a refused one. A refused frame changes no state.
 
