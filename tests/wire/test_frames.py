@@ -135,16 +135,25 @@ def _head(count: int, *lengths: int, magic: bytes = frames.MAGIC) -> bytes:
     return frames._HEAD.pack(magic, 1, 1, 5, 0, count) + b"".join(struct.pack("<Q", length) for length in lengths)
 
 
+SAID = b"\x92\xa6sample\x01"  # a message that would be taken
+
+
+def test_the_frame_that_the_wrong_ones_are_made_of_is_taken() -> None:
+    _, opener = pair()
+    frame = _resealed(_head(2, len(SAID), 5), SAID, b"defgh")
+    assert opener.open(frame).message == Sample(step=1)
+
+
 @pytest.mark.parametrize(
     "frame",
     [
-        _resealed(_head(1, 3, magic=b"APP0"), b"abc"),
-        _resealed(_head(1, 2**31), b"abc"),
-        _resealed(_head(2, 3), b"abc"),
-        _resealed(_head(1), b"abc"),
-        _resealed(_head(2, 3, 4), b"abc", b"defgh"),
-        _resealed(_head(3, 3, 2, 4), b"abc", b"def", b"ghi"),  # split elsewhere
-        _resealed(b"", b"abc"),
+        _resealed(_head(1, len(SAID), magic=b"APP0"), SAID),
+        _resealed(_head(1, 2**31), SAID),
+        _resealed(_head(2, len(SAID)), SAID),
+        _resealed(_head(1), SAID),
+        _resealed(_head(2, len(SAID), 4), SAID, b"defgh"),
+        _resealed(_head(3, len(SAID), 2, 4), SAID, b"def", b"ghi"),  # split elsewhere
+        _resealed(b"", SAID),
         _resealed(_head(1, 3), b"abc"),  # not a message
         _resealed(_head(1, 100_001), b"\x91" * 100_001),  # nested 100,000 deep
         _resealed(_head(1, 100_010), b"\x93\xa6sample\x01" + b"\x91" * 100_000 + b"\x01"),  # in a field too many

@@ -46,7 +46,7 @@ class Watched:
     def take(self) -> list[Hosted]:
         """Of the steps settled since the last call those whose times have come; the others, the last few, are lost."""
         since, self._taken = self._taken, self._settled
-        return self._timed[since : self._settled]
+        return self._timed[since:]
 
 
 _STEP = struct.Struct("<qd")
