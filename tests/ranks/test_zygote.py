@@ -45,8 +45,9 @@ async def test_a_killed_zygote_takes_its_ranks_along_and_each_is_told_once() -> 
         async with asyncio.timeout(ENDED_S):
             deaths = [await told.get(), await told.get()]
         assert sorted(rank for rank, _ in deaths) == [0, 1]
-        assert all("unknown" in status for _, status in deaths)
         await supervisor.stop(1.0)
+        # The kernel knows how a rank has ended until somebody has reaped it; then nobody does.
+        assert {status.partition(":")[0] for _, status in deaths} <= {"unknown", "signal SIGKILL"}
         assert told.empty()
 
 
