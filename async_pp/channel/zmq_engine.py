@@ -6,8 +6,9 @@ an identity of its own. ROUTER_MANDATORY turns a send to nobody into an error in
 The identity comes from the rank's key, so nobody else can take a rank's place on the socket: what is refused under a
 rank's identity is a frame of that rank that was damaged, and what is refused without one concerns no rank.
 
-The descriptor of a ZMQ socket is edge-triggered and covers both directions: after it fired, and after every send, the
-socket's events must be asked for and read until nothing is left, or a message waits unseen.
+The descriptor of a ZMQ socket is edge-triggered and covers both directions: after it fired, and after a send, the
+socket's events must be asked for and read until nothing is left, or a message waits unseen. After a send that is done
+by the loop's next turn: once for all that are sent in this one, and not while the ranks wait for them.
 """
 
 import asyncio
@@ -117,7 +118,7 @@ class ZmqEngineChannel:
             self._socket.send_multipart([self._identities[rank], *frame], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             raise RankUnreachable(rank) from error
-        self._look_again()
+        self._drain_again()
 
     def close(self) -> None:
         """Stop reading, close the socket and its context, remove the socket file."""
@@ -135,24 +136,20 @@ class ZmqEngineChannel:
             _open.discard(self._context)
         self._path.unlink(missing_ok=True)
 
-    def _look_again(self) -> None:
-        """A send may have swallowed the edge of a message that came: ask, and read soon if so."""
-        if self._drain_soon is None and self._socket is not None and self._readable():
+    def _drain_again(self) -> None:
+        """A send may have swallowed the edge of a message that came: read in the loop's next turn."""
+        if self._drain_soon is None:
             assert self._loop is not None
             self._drain_soon = self._loop.call_soon(self._drain)
-
-    def _readable(self) -> bool:
-        assert self._socket is not None
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _drain(self) -> None:
         self._drain_soon = None
         for _ in range(DRAIN_AT_ONCE):
-            if self._socket is None or not self._readable():
+            if self._socket is None or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             name, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             self._take(name.bytes, [part.buffer for part in parts])
-        self._look_again()
+        self._drain_again()
 
     def _take(self, name: bytes, parts: list[memoryview]) -> None:
         rank = self._ranks.get(name)

@@ -22,7 +22,8 @@ gap from e(i-1, s) to b(i, s), with b and e the begin and end that its rank meas
   step from it to the output are *fill/drain*: (P - 1) t for each stage when they are even.
 - Imbalance of a stage is *stage imbalance* up to (max_k mean t_k - mean t_s) per step, beyond that *cohort imbalance*.
 
-Pure counting: events, measured times and `now` come in as arguments, all in monotonic seconds of one machine.
+Pure counting: events, measured times and `now` come in as arguments, all in monotonic seconds of one machine. Events
+are kept as they come, on the way from an answer to the next step, and accounted for when somebody asks.
 """
 
 from collections.abc import Sequence
@@ -198,8 +199,8 @@ class Bubbles:
     Args:
         stages: number of stages.
         start_s: when it begins.
-        most_open: steps that are kept while their spans are missing. When the oldest of more is settled it is
-            forgotten, and the time up to its settle is not accounted for.
+        most_open: steps that are kept while their spans are missing. Of more, the oldest is forgotten when it has
+            settled, and the time up to its settle is not accounted for.
     """
 
     def __init__(self, stages: int, *, start_s: float, most_open: int) -> None:
@@ -259,7 +260,6 @@ class Bubbles:
         self._load = _Load(self._load.steps - 1, self._load.requests - step.requests)
         if not self._load.steps:
             self._empty = _Empty(step.ended_s(step.answered_s), step.answered_s, now_s)
-        self._advance()
 
     def span(self, stage: int, number: int, began_s: float, ended_s: float) -> None:
         """A stage had the inputs of a step, and was done with it. One that is not awaited changes nothing."""
@@ -267,16 +267,16 @@ class Bubbles:
         if step is not None and step.spans[stage] is None:
             step.spans[stage] = began_s, ended_s
             step.missing -= 1
-            if not step.missing:
-                self._advance()
 
     def take(self) -> Sequence[Timed]:
-        """The steps that have been accounted for since the last call, in dispatch order."""
+        """Account for what has been told. Returns the steps whose times are all known, each once, in dispatch order."""
+        self._advance()
         timed, self._timed = self._timed, []
         return timed
 
     def snapshot(self, now_s: float) -> StageTime:
         """The counters: up to `now_s` when no step is open, else without what the open ones will tell."""
+        self._advance()
         if not self._open:
             self._idle(self._empty, now_s)
         return StageTime(tuple(stage.seconds() for stage in self._stages))

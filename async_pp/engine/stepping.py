@@ -8,8 +8,8 @@ What connectors report beside the answers reaches the machine in the order in wh
 transfers are under way and no step is in flight, the ranks are asked how far they are, after pauses that grow with the
 time waited: connectors offer nothing to wait for.
 
-What happens to a step is also told to the accounting of stage time, and what that makes of it to the scheduler: when
-the next answer comes, because a scheduler that raises must end the epoch, and not what reads the ranks' socket.
+What happens to a step is also told to the accounting of stage time. What that makes of it is told to the scheduler
+behind the plan that a settle makes possible, for which the ranks wait.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Stepping:
         self._planner = Planner(scheduler, depth, self._plan, self._attend, self._rest, clock)
         self._settler = Settler(scheduler, emit)
         self._loop = asyncio.get_running_loop()
-        self._refused: asyncio.Future[None] = self._loop.create_future()  # what folding a report has raised
+        self._refused: asyncio.Future[None] = self._loop.create_future()  # what a callback of the loop has raised
         self._attending = 0  # ranks that have not answered what was sent to their connectors
         self._waiting_since_s: float | None = None  # when asking for transfers began
         self._next_ask: asyncio.TimerHandle | None = None
@@ -95,7 +95,7 @@ class Stepping:
 
         It is taken by the loop's next turn, as the answers are by their coroutines: so none overtakes another.
         """
-        self._loop.call_soon(self._take_output, rank, output)
+        self._soon(self._report, rank, output)
 
     def bubbles(self) -> StageTime:
         """What became of the stage time so far: up to now when no step is in flight and every rank has told its times,
@@ -133,7 +133,7 @@ class Stepping:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._planner.run(), name="async_pp planner")
-                tasks.create_task(self._until_refused(), name="async_pp connectors")
+                tasks.create_task(self._until_refused(), name="async_pp callbacks")
         except* Exception as group:  # noqa: BLE001 - unpacked, not swallowed
             raise first_of(group) from None
         finally:
@@ -161,13 +161,20 @@ class Stepping:
     async def _until_refused(self) -> None:
         await self._refused
 
-    def _take_output(self, rank: int, output: Any) -> None:
+    def _soon(self, call: Callable[..., None], *args: Any) -> None:
+        """Call in the loop's next turn, behind what is due by then. What it raises ends the epoch."""
+        self._loop.call_soon(self._call, call, *args)
+
+    def _call(self, call: Callable[..., None], *args: Any) -> None:
         if self._refused.done():  # cancelled with the epoch's coroutines
             return
         try:
-            self._apply(self._pipeline.report(rank, output))
+            call(*args)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the epoch and not this turn of the loop
             self._refused.set_exception(error)
+
+    def _report(self, rank: int, output: Any) -> None:
+        self._apply(self._pipeline.report(rank, output))
 
     def _attend(self, attend: Attend) -> None:
         assert self._tasks is not None
@@ -182,7 +189,7 @@ class Stepping:
         if output is None:
             self._rest()
         else:
-            self._apply(self._pipeline.report(rank, output))
+            self._report(rank, output)
 
     def _fold(self, rank: int, output: Any) -> None:
         if not self._settler.fold(rank, output):
@@ -219,7 +226,6 @@ class Stepping:
         now_s = self._clock()
         self._bubbles.answered(step.number, now_s)
         self._apply(self._pipeline.answer(step.number, rank, value, now_s))
-        self._tell_times()
 
     def _apply(self, effects: list[Effect]) -> None:
         try:
@@ -241,6 +247,7 @@ class Stepping:
                     self._fold(rank, report)
                 case FreeSlot():
                     self._planner.free_slot()
+                    self._soon(self._tell_times)
                     self._settled.set()
                     if self._pipeline.idle:
                         self._idle.set()

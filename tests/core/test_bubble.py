@@ -188,6 +188,7 @@ def test_steps_without_spans_are_forgotten_and_their_time_with_them() -> None:
         bubbles.dispatched(number, 1, number, tag)
         bubbles.answered(number, number + 1)
         bubbles.settled(number, number + 1)
+        assert not bubbles.take()
         assert bubbles.open <= 3
     del tag
     assert len(tags) <= 4, "those that are open, and the one that the next would wait for"

@@ -183,6 +183,37 @@ async def test_times_of_a_settled_step_reach_the_scheduler_once_every_stage_has_
     )
 
 
+async def test_ranks_wait_for_the_next_step_and_not_for_what_is_learned_from_the_last() -> None:
+    class Learning(FakeScheduler):
+        def timed(self, plan: Plan, times: StepTimes) -> None:
+            super().timed(plan, times)
+            sent.append(len(executor.sent))
+
+    sent: list[int] = []
+    scheduler, executor = Learning([a_plan("a"), a_plan("b")]), FakeExecutor()
+    async with stepping(scheduler, executor, depth=1) as (steps, _, _task):
+        for stage in range(2):
+            steps.span(stage, 0, time.monotonic(), time.monotonic())
+        executor.futures[0, 1].set_result("A")
+        await turns()
+        assert sent == [2], "b was on its way when the times of a were told"
+
+
+async def test_a_scheduler_that_raises_at_the_times_of_a_step_ends_the_run_with_its_error() -> None:
+    class Refusing(FakeScheduler):
+        def timed(self, plan: Plan, times: StepTimes) -> None:
+            raise refused
+
+    refused = ValueError("no such policy")
+    scheduler, executor = Refusing([a_plan("a")]), FakeExecutor()
+    async with stepping(scheduler, executor) as (steps, _, task):
+        for stage in range(2):
+            steps.span(stage, 0, time.monotonic(), time.monotonic())
+        executor.futures[0, 1].set_result("A")
+        await asyncio.wait([task])
+        assert task.exception() is refused
+
+
 async def test_ranks_that_tell_no_times_leave_nothing_behind() -> None:
     scheduler, executor = FakeScheduler([a_plan(str(n)) for n in range(100)]), FakeExecutor()
     async with stepping(scheduler, executor) as (steps, told, _):
