@@ -21,7 +21,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.metrics.loggers import StatLoggerFactory, StatLoggerManager, load_stat_logger_plugin_factories
+from vllm.v1.metrics.loggers import StatLoggerFactory, load_stat_logger_plugin_factories
 
 from async_pp.core.bubble import StageTime
 from async_pp.core.policy import Policy, PolicyName
@@ -36,9 +36,10 @@ from async_pp.engine.streams import Streams
 from async_pp.engine.vllm_seam.config import config_errors, make_config
 from async_pp.engine.vllm_seam.dead import as_dead, as_lost
 from async_pp.engine.vllm_seam.replay import Carried
+from async_pp.engine.vllm_seam.stat_loggers import make_manager
 from async_pp.engine.vllm_seam.steering import make_policy
 from async_pp.engine.vllm_seam.version import check
-from async_pp.errors import EngineClosed
+from async_pp.errors import EngineClosed, EngineFailed
 from async_pp.ranks.environment import PRELOAD, rank_environment
 from async_pp.ranks.runner import flush
 from async_pp.ranks.spawn import Zygote
@@ -193,6 +194,7 @@ class AsyncPPEngine(AsyncLLM):
         self.log_requests = args.enable_log_requests
         self._stat_loggers = [*self._stat_loggers, *load_stat_logger_plugin_factories()]
         self.log_stats = not args.disable_log_stats or bool(self._stat_loggers)
+        self.output_handler: asyncio.Task[None] | None = None
         self.admission_stats = None
         self.profiler = None
         self._client_count = 1
@@ -209,18 +211,17 @@ class AsyncPPEngine(AsyncLLM):
         self.engine_core.use(epoch)
         self.logger_manager = None
         if self.log_stats:
-            self.logger_manager = StatLoggerManager(
-                vllm_config=self.vllm_config,
-                engine_idxs=[0],
-                custom_stat_loggers=self._stat_loggers,
-                enable_default_loggers=not self.engine_args.disable_log_stats,
-                client_count=1,
+            self.logger_manager = make_manager(
+                self.vllm_config,
+                self._stat_loggers,
+                defaults=not self.engine_args.disable_log_stats,
+                told=self._host.logged,
             )
-            self.logger_manager.log_engine_initialized()
         lives = Lives(self, epoch, self._recovery, asyncio.get_running_loop().time)
         self._living = asyncio.create_task(lives.run(), name="async_pp engine")
-        self.output_handler = None
         self._run_output_handler()
+        assert self.output_handler is not None
+        self.output_handler.add_done_callback(self._outputs_ended)
 
     def _made_policy(self) -> Policy:
         return make_policy(self._policy, self.vllm_config) if isinstance(self._policy, str) else self._policy
@@ -306,14 +307,21 @@ class AsyncPPEngine(AsyncLLM):
         await self.engine_core.resume(epoch, suspects)
         self._host.phase("restart", None, asyncio.get_running_loop().time() - self._lost_s)
 
-    def die(self, error: BaseException, step: int | None) -> None:
+    def die(self, error: BaseException, step: int | None, why: str | None = None) -> None:
         """Every open request ends with one typed error; new ones are refused; the ranks are ended by `close`."""
         assert self._epoch is not None
         requests = tuple(self.output_processor.request_states)
-        dead = as_dead(error, epoch=self._epoch.number, step=step, request_ids=requests)
+        dead = as_dead(error, why, epoch=self._epoch.number, step=step, request_ids=requests)
         self._dead = dead
         self.engine_core.die(dead)
         self.failed.set()
+
+    def _outputs_ended(self, handler: "asyncio.Task[None]") -> None:
+        """vLLM's output handler ends by itself when it raises. No later request would ever get a token."""
+        if not handler.cancelled() and self._dead is None:
+            assert self._living is not None
+            self._living.cancel()
+            self.die(EngineFailed("vLLM's output handler has failed; its error is in the log"), None)
 
     def _end_requests(self, error: BaseException) -> None:
         self.output_processor.propagate_error(error)

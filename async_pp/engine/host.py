@@ -1,4 +1,4 @@
-"""The callbacks of the host program.
+"""The callbacks of the host program, its statistics loggers among them.
 
 They are called in the middle of the engine's work, some while a rank's message is read. What one raises is neither a
 rank's fault nor a reason to end a request: it goes where asyncio sends what its callbacks raise, to the exception
@@ -34,6 +34,10 @@ class Host:
     def lost(self, error: BaseException, going_on: int, given_up: int) -> None:
         """A rank set is lost, and another one will follow."""
         _call("on_lost", self._on_lost, error, going_on, given_up)
+
+    def logged(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Something for a statistics logger."""
+        _call("stat_loggers", call, *args, **kwargs)
 
 
 def _call(name: str, callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -80,8 +80,8 @@ class OwnerPort(Protocol):
     async def resume(self, epoch: Any, suspects: Collection[str]) -> None:
         """Go on with this epoch, what was carried over first, then what was held. EngineFailed: it was lost again."""
 
-    def die(self, error: BaseException, step: int | None) -> None:
-        """End every open request with this error, and admit no more."""
+    def die(self, error: BaseException, step: int | None, why: str | None = None) -> None:
+        """End every open request with this error, and admit no more. `why` no other rank set follows."""
 
 
 class Lives:
@@ -121,7 +121,7 @@ class Lives:
             verdict = self._recovery.lost(loss.computed, carried.tokens, self._clock())
             if isinstance(verdict, GiveUp):
                 log.error("epoch %d is lost: %s; the engine ends: %s", self.epoch.number, loss.error, verdict.why)
-                self._owner.die(loss.error, loss.step)
+                self._owner.die(loss.error, loss.step, verdict.why)
                 return False
             self._owner.fail(verdict, carried, loss, self.epoch.number)
             log.warning(

@@ -38,7 +38,7 @@ class FakeOwner:
 
     def __init__(self, *, raises: tuple[str, Exception] | None = None) -> None:
         self.story: list[str] = []
-        self.dead: tuple[BaseException, int | None] | None = None
+        self.dead: tuple[BaseException, int | None, str | None] | None = None
         self._raises = raises
 
     def did(self, what: str, number: int) -> None:
@@ -59,8 +59,8 @@ class FakeOwner:
     async def resume(self, epoch: FakeEpoch, suspects: Collection[str]) -> None:
         self.did("resume", epoch.number)
 
-    def die(self, error: BaseException, step: int | None) -> None:
-        self.dead = (error, step)
+    def die(self, error: BaseException, step: int | None, why: str | None = None) -> None:
+        self.dead = (error, step, why)
 
 
 async def lived(owner: FakeOwner, most: int = 1) -> FakeOwner:
@@ -72,7 +72,8 @@ async def test_a_lost_rank_set_is_left_and_closed_before_the_next_one_is_made() 
     owner = await lived(FakeOwner())
     first = ["run 0", "leave 0", "suspend", "fail 0", "close 0", "make 1", "start 1", "resume 1"]
     assert owner.story == [*first, "run 1", "leave 1", "suspend"]
-    assert str(owner.dead[0]).startswith("loss 1") and owner.dead[1] == 7
+    assert str(owner.dead[0]).startswith("loss 1")
+    assert owner.dead[1:] == (7, "1 restarts within 300 s were not enough")
 
 
 async def test_a_start_that_fails_counts_as_a_loss() -> None:
@@ -86,4 +87,4 @@ async def test_a_start_that_fails_counts_as_a_loss() -> None:
 async def test_what_is_not_known_to_pass_ends_the_engine_instead_of_leaving_it_without_steps(what: str) -> None:
     error = ValueError("list.remove(x): x not in list")
     owner = await lived(FakeOwner(raises=(what, error)))
-    assert owner.dead == (error, None)
+    assert owner.dead == (error, None, None)

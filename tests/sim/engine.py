@@ -172,9 +172,9 @@ class SimEngine(AsyncPPEngine):
         self.story.tell(f"e{epoch.number} goes on; suspects: {' '.join(sorted(suspects))}")
         await super().resume(epoch, suspects)
 
-    def die(self, error: BaseException, step: int | None) -> None:
-        self.story.tell(f"the engine dies: {type(error).__name__}: {error}")
-        super().die(error, step)
+    def die(self, error: BaseException, step: int | None, why: str | None = None) -> None:
+        self.story.tell(f"the engine dies: {type(error).__name__}: {error}; {why}")
+        super().die(error, step, why)
 
 
 class _Told(Recovery):

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerBase
 
+from async_pp.errors import CallbackFailed, EngineFailed
 from tests.vllm.engines import engine, tokens
 from tests.vllm.test_engine_flows import host
 
@@ -79,3 +82,56 @@ async def test_entered_used_and_left_in_different_tasks_as_in_the_cells_of_a_not
         await asyncio.create_task(running.__aexit__(None, None, None))
     assert surroundings()[0] == before
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+class Logger(StatLoggerBase):
+    """Counts what it is told, or raises."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.records = 0
+
+    def record(self, *_: Any, **__: Any) -> None:
+        self.records += 1
+
+    def log_engine_initialized(self) -> None: ...
+
+
+class Raising(Logger):
+    def record(self, *_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("of the host")
+
+
+async def test_a_statistics_logger_that_raises_harms_no_request_and_no_other_logger() -> None:
+    made: list[Logger] = []
+
+    def counting(*of: Any) -> Logger:
+        made.append(Logger(*of))
+        return made[-1]
+
+    told: list[BaseException] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+    async with engine(options={"stat_loggers": [Raising, counting]}) as running:
+        first = await tokens(running, "first", 8)
+        assert await tokens(running, "second", 8) == first
+        assert not running.errored
+    assert made[0].records >= 8
+    assert len(told) == made[0].records, "each time it raised"
+    assert all(isinstance(one, CallbackFailed) and isinstance(one.__cause__, ZeroDivisionError) for one in told)
+
+
+async def test_when_outputs_can_no_longer_be_processed_the_engine_says_so_and_no_request_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise KeyError("no such request")
+
+    async with engine() as running:
+        await tokens(running, "before", 4)
+        monkeypatch.setattr(running.output_processor, "process_outputs", refuse)
+        with pytest.raises(EngineGenerateError) as struck:
+            await tokens(running, "struck", 4)
+        assert isinstance(struck.value.__cause__, KeyError)
+        await running.failed.wait()
+        assert isinstance(running.dead_error, EngineFailed)
+        with pytest.raises(EngineFailed, match="output handler has failed"):
+            await tokens(running, "after", 4)

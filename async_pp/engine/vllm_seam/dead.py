@@ -28,22 +28,27 @@ class DeadStart(StartupError, DeadEngine):
     """A `StartupError` that vLLM's code recognises."""
 
 
-def as_dead(error: BaseException, *, epoch: int, step: int | None, request_ids: tuple[str, ...]) -> DeadEngine:
-    """The same failure, with the step that was oldest in flight and the requests that it failed."""
+def as_dead(
+    error: BaseException, why: str | None, *, epoch: int, step: int | None, request_ids: tuple[str, ...]
+) -> DeadEngine:
+    """The same failure, with why it is the end, the step that was oldest in flight and the requests that it failed."""
     dead: DeadEngine
+    message = (
+        error.message if isinstance(error, EngineFailed) else f"the engine failed: {type(error).__name__}: {error}"
+    )
+    if why is not None:
+        message = f"{message}; {why}"
     match error:
         case RankLost():
-            dead = DeadRankLost(error.message, exit_status=error.exit_status)
+            dead = DeadRankLost(message, exit_status=error.exit_status)
         case RankHung():
-            dead = DeadRankHung(error.message, deadline_s=error.deadline_s)
+            dead = DeadRankHung(message, deadline_s=error.deadline_s)
         case RankError():
-            dead = DeadRankError(error.message, traceback=error.traceback)
+            dead = DeadRankError(message, traceback=error.traceback)
         case StartupError():
-            dead = DeadStart(error.message, phase=error.phase)
-        case EngineFailed():
-            dead = DeadEngine(error.message)
+            dead = DeadStart(message, phase=error.phase)
         case _:
-            dead = DeadEngine(f"the engine failed: {type(error).__name__}: {error}")
+            dead = DeadEngine(message)
     if isinstance(error, EngineFailed):
         dead.rank = error.rank
         step = error.step if error.step is not None else step
