@@ -1,13 +1,17 @@
 """vLLM's HTTP application on our engine. Imports vLLM, so it is itself imported late."""
 
 import functools
+import logging
 import resource
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -16,6 +20,7 @@ from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
 from vllm.entrypoints.launchers.utils.constants import H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -31,6 +36,12 @@ from async_pp.serve.headers import BoundedHeaders
 from async_pp.serve.lifecycle import Service
 from async_pp.serve.preflight import Preflight
 from async_pp.serve.probes import stall_s
+
+UNFIT = (AttributeError, LookupError, RecursionError)
+"""What vLLM's routes raise at a body that is nested too deeply, is of another type or lacks what they take for granted.
+Left to them it is an error of the server's (500), after which they hang up."""
+
+log = logging.getLogger(__name__)
 
 
 def configure(args: Namespace, preflight: Preflight, model: str | None) -> AsyncEngineArgs:
@@ -137,8 +148,19 @@ async def _application(args: Namespace, engine: AsyncPPEngine) -> Application:
     await init_app_state(engine, app.state, args, tasks)
     # vLLM's error handler ends the server it finds here as soon as the engine is dead; ours first lets errors get out.
     app.state.server = SimpleNamespace(should_exit=False)
+    for kind in UNFIT:
+        app.add_exception_handler(kind, _unfit)
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built it already
     served: Application = app
     return served
+
+
+async def _unfit(request: Request, error: Exception) -> Response:
+    """Answer 400, as vLLM does to what it raises as `ValueError`."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    log.warning("%s is refused: %s in %s:%d", request.url.path, type(error).__name__, place.filename, place.lineno)
+    answer: Response = await exception_handler(request, ValueError(f"the request is of no known shape: {error}"))
+    return answer
 
 
 def _route(engine: AsyncPPEngine, tasks: Collection[str]) -> str:

@@ -13,12 +13,8 @@ from tests.serve.process import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
-KNOWN = (
-    # vLLM's own routes, version 0.32. A request of this kind ends in an error of the server's; nothing else ends.
-    (r"/(invocations|scale_elastic_ep)$", "recursion depth exceeded"),  # they parse JSON themselves
-    (r"POST /v1/responses$", "list index out of range"),  # an input item that is no known kind
-    (r".*/v1/systemone$", "does not support the structured decision API"),  # 501, for models that have none
-)
+KNOWN = ((r".*/v1/systemone$", "501 .*does not support the structured decision API"),)
+"""A route of vLLM 0.32 that most models do not have: 501 says so."""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +39,24 @@ def test_bad_requests_are_refused_and_the_server_serves_on(server: Server, examp
         assert client.get("/health").status_code == 200
         metrics = client.get("/metrics").text
     assert re.search(r"^vllm:num_requests_running\{.*\} 0.0$", metrics, re.MULTILINE), "none hangs"
+
+
+@pytest.mark.leaks("one server for the tests of this module")
+@pytest.mark.parametrize(
+    "route, body",
+    [
+        ("/invocations", "[" * 100_000),
+        ("/scale_elastic_ep", "[" * 100_000),
+        ("/scale_elastic_ep", "[]"),
+        ("/v1/responses", '{"input": [{"type": "message", "role": "assistant", "id": "m", "content": []}]}'),
+    ],
+)
+def test_a_body_of_a_shape_that_the_route_does_not_look_for_is_refused(server: Server, route: str, body: str) -> None:
+    with server.client() as client:
+        for _ in range(2):  # over one connection: the server does not hang up
+            answer = client.post(route, content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["code"] == 400
 
 
 @pytest.mark.leaks("one server for the tests of this module")
@@ -73,7 +87,7 @@ def test_nothing_listens_but_what_was_asked_for(server: Server) -> None:
 
 
 def _is_known(route: str, answer: str, sent: str) -> bool:
-    return any(re.match(where, route) and what in answer for where, what in KNOWN)
+    return any(re.match(where, route) and re.match(what, answer) for where, what in KNOWN)
 
 
 def _completion(server: Server) -> str:
