@@ -1,7 +1,8 @@
 """How each system is started: command line and environment, the same for both wherever both understand it.
 
 What differs, and why: vLLM's server is told to use its multiprocess executor and the worker with the missing buffer,
-and loads no plugin, so nothing of this package but that worker runs in it. Ours brings its ranks and needs neither.
+and loads no plugin, so nothing of this package but that worker runs in it. Ours brings its ranks and needs neither; it
+ends when a rank is lost, as vLLM's does.
 Defaults that the two would choose differently are given to both, as vLLM's own server chooses them on a CPU.
 """
 
@@ -25,7 +26,7 @@ TOKENS_PER_STEP, SEQUENCES = 2048, 128
 """Per rank: what vLLM's own server takes on a CPU as limits of a step's tokens and of running requests."""
 
 _LAUNCH: dict[System, tuple[str, ...]] = {
-    "async_pp": ("async_pp.serve",),
+    "async_pp": ("async_pp.serve", "--on-rank-loss", "exit"),
     "vllm": (
         "vllm.entrypoints.launchers.api_server.entry",
         "--distributed-executor-backend",

@@ -18,9 +18,9 @@ def words(system, pp=2):
     return systems.command(system, pp, MODEL, 1234)[2:]
 
 
-def test_the_flags_are_the_same_but_for_executor_and_worker():
+def test_the_flags_are_the_same_but_for_executor_worker_and_what_a_loss_means():
     ours, theirs = words("async_pp"), words("vllm")
-    assert ours[0] == "async_pp.serve"
+    assert ours[:3] == ["async_pp.serve", "--on-rank-loss", "exit"]
     assert theirs[0] == "vllm.entrypoints.launchers.api_server.entry"
     assert theirs[1:5] == [
         "--distributed-executor-backend",
@@ -28,7 +28,7 @@ def test_the_flags_are_the_same_but_for_executor_and_worker():
         "--worker-cls",
         "async_pp.bench.peer_worker.BufferedWorker",
     ]
-    assert ours[1:] == theirs[5:]
+    assert ours[3:] == theirs[5:]
 
 
 def test_what_both_are_told():
