@@ -83,6 +83,7 @@ class AsyncPPEngine(AsyncLLM):
         self._written: Mapping[str, str] = {}
         self._epoch: Epoch | None = None
         self._living: asyncio.Task[None] | None = None
+        self.output_handler: asyncio.Task[None] | None = None
         self._dead: BaseException | None = None
         self._closed = False
         self._lost_s = 0.0  # when the last rank set was
@@ -194,7 +195,6 @@ class AsyncPPEngine(AsyncLLM):
         self.log_requests = args.enable_log_requests
         self._stat_loggers = [*self._stat_loggers, *load_stat_logger_plugin_factories()]
         self.log_stats = not args.disable_log_stats or bool(self._stat_loggers)
-        self.output_handler: asyncio.Task[None] | None = None
         self.admission_stats = None
         self.profiler = None
         self._client_count = 1
@@ -364,8 +364,7 @@ class AsyncPPEngine(AsyncLLM):
                     client.carried.close()
 
     async def _close_front_end(self) -> None:
-        handler = getattr(self, "output_handler", None)
-        if handler is not None:
+        if (handler := self.output_handler) is not None:
             if not handler.done():
                 await self._streams.ended()
             await _cancelled(handler)
