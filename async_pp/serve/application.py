@@ -37,9 +37,10 @@ from async_pp.serve.lifecycle import Service
 from async_pp.serve.preflight import Preflight
 from async_pp.serve.probes import stall_s
 
-UNFIT = (AttributeError, LookupError, RecursionError)
-"""What vLLM's routes raise at a body that is nested too deeply, is of another type or lacks what they take for granted.
-Left to them it is an error of the server's (500), after which they hang up."""
+UNFIT = (AttributeError, LookupError, NotImplementedError, RecursionError)
+"""What vLLM's routes raise at a body that is nested too deeply, is of another type or lacks what they take for granted,
+and at one that asks for what the model does not have. Left to them it is an error of the server's: 500, after which they
+hang up, and 501."""
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ async def _unfit(request: Request, error: Exception) -> Response:
     """Answer 400, as vLLM does to what it raises as `ValueError`."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     log.warning("%s is refused: %s in %s:%d", request.url.path, type(error).__name__, place.filename, place.lineno)
-    answer: Response = await exception_handler(request, ValueError(f"the request is of no known shape: {error}"))
+    answer: Response = await exception_handler(request, ValueError(f"the request cannot be served: {error}"))
     return answer
 
 
