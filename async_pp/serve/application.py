@@ -39,8 +39,8 @@ from async_pp.serve.probes import stall_s
 
 UNFIT = (AttributeError, LookupError, NotImplementedError, RecursionError)
 """What vLLM's routes raise at a body that is nested too deeply, is of another type or lacks what they take for granted,
-and at one that asks for what the model does not have. Left to them it is an error of the server's: 500, after which they
-hang up, and 501."""
+and at one that asks for what the model does not have. Left to them it is an error of the server's: 501, or 500 and they
+hang up."""
 
 log = logging.getLogger(__name__)
 
