@@ -116,12 +116,15 @@ class Overdue:
     Attributes:
         ranks: who could have been done, those first that have not even begun. Only those that are stopped, if any is.
         step: the step it is about; None for a call.
+        computing: the step that the first of the ranks is in. That is a later one where it has left `step`, and was
+            stopped before the answer had got out. Where it is in none, `step`.
         answered: whether the ranks say that they are done, but no answer has come.
         since_s: when they could begin; when they were done, if only the answer is missing.
     """
 
     ranks: tuple[int, ...]
     step: int | None
+    computing: int | None
     answered: bool
     since_s: float
 
@@ -226,5 +229,8 @@ class Backlog:
         ranks = [rank for rank in behind if self._stopped(rank)]
         if not ranks and not work.patient:
             ranks = sorted(late, key=lambda rank: rows[rank].entered >= number)
-        overdue = Overdue(tuple(ranks), work.step, not behind, self._since_s) if ranks else None
-        return Look(overdue, soonest_s)
+        if not ranks:
+            return Look(None, soonest_s)
+        computing = self.step_in(rows[ranks[0]])
+        computing = work.step if computing is None else computing
+        return Look(Overdue(tuple(ranks), work.step, computing, not behind, self._since_s), soonest_s)

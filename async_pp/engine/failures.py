@@ -74,7 +74,7 @@ class Failures:
         message = (
             f"rank {rank} {what}; the deadline is {deadline_s:g} s, to be set with --step-deadline (step_deadline_s)"
         )
-        return RankHung(message, deadline_s=deadline_s, rank=rank, epoch=self._epoch, step=step)
+        return RankHung(message, deadline_s=deadline_s, rank=rank, epoch=self._epoch, step=overdue.computing)
 
 
 def wrong_hello(hello: Hello, ranks: int) -> str | None:

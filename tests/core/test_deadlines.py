@@ -92,11 +92,11 @@ def test_the_first_stage_has_from_the_dispatch_and_the_next_from_its_hand_over()
     case.backlog.step(7, 1.0, deferred=False)
     assert case.look(1.0) == Look(None, 6.0), "what is measured may shorten the deadline"
     assert case.look(8.0) == Look(None, 11.0)
-    assert case.look(11.0).overdue == Overdue((0,), 7, False, 1.0)
+    assert case.look(11.0).overdue == Overdue((0,), 7, 7, False, 1.0)
     case.enters(1.0, 0, 1)
     case.leaves(9.0, 0)
     assert case.look(11.0) == Look(None, 16.0)
-    assert case.look(19.0).overdue == Overdue((1,), 7, False, 9.0)
+    assert case.look(19.0).overdue == Overdue((1,), 7, 7, False, 9.0)
 
 
 def test_what_was_before_is_not_counted() -> None:
@@ -106,7 +106,7 @@ def test_what_was_before_is_not_counted() -> None:
     case.enters(1.0, 0)
     case.leaves(10.5, 0)
     assert case.look(11.0) == Look(None, 16.0)
-    assert case.look(20.5).overdue == Overdue((0,), 1, False, 10.5)
+    assert case.look(20.5).overdue == Overdue((0,), 1, 1, False, 10.5)
 
 
 def test_time_in_which_the_engine_stood_still_is_not_counted() -> None:
@@ -114,7 +114,7 @@ def test_time_in_which_the_engine_stood_still_is_not_counted() -> None:
     case.backlog.step(0, 1.0, deferred=False)
     assert case.look(500.0, not_before_s=500.0) == Look(None, 505.0)
     assert case.look(509.0, not_before_s=500.0) == Look(None, 510.0)
-    assert case.look(510.0, not_before_s=500.0).overdue == Overdue((0,), 0, False, 500.0)
+    assert case.look(510.0, not_before_s=500.0).overdue == Overdue((0,), 0, 0, False, 500.0)
 
 
 def test_a_row_that_tells_the_future_delays_nothing_for_ever() -> None:
@@ -122,7 +122,7 @@ def test_a_row_that_tells_the_future_delays_nothing_for_ever() -> None:
     case.rows[1] = Row(0, 0.0, 0, 1e300)
     case.backlog.step(0, 1.0, deferred=False)
     assert case.look(2.0).overdue is None
-    assert case.look(12.0).overdue == Overdue((0,), 0, False, 2.0)
+    assert case.look(12.0).overdue == Overdue((0,), 0, 0, False, 2.0)
 
 
 def test_a_step_that_waits_for_the_word_to_sample_is_not_late() -> None:
@@ -132,16 +132,16 @@ def test_a_step_that_waits_for_the_word_to_sample_is_not_late() -> None:
     assert case.look(300.0) == Look(None, 305.0)
     assert case.look(300.0, deadline_s=2.0) == Look(None, 302.0), "it may be released right now"
     case.backlog.released(0, 300.5)
-    assert case.look(310.5).overdue == Overdue((0,), 0, False, 300.5)
+    assert case.look(310.5).overdue == Overdue((0,), 0, 0, False, 300.5)
 
 
 def test_of_peers_who_has_not_even_begun_comes_first() -> None:
     case = Case(4, ranks_per_stage=2)
     case.backlog.step(0, 1.0, deferred=False)
     case.enters(1.0, 0, 2, 3)
-    assert case.look(20.0).overdue == Overdue((1, 0), 0, False, 1.0)
+    assert case.look(20.0).overdue == Overdue((1, 0), 0, 0, False, 1.0)
     case.enters(2.0, 1)
-    assert case.look(20.0).overdue == Overdue((0, 1), 0, False, 1.0)
+    assert case.look(20.0).overdue == Overdue((0, 1), 0, 0, False, 1.0)
 
 
 def test_a_rank_whose_process_is_stopped_explains_everything() -> None:
@@ -150,7 +150,7 @@ def test_a_rank_whose_process_is_stopped_explains_everything() -> None:
     case.enters(1.0, 0, 1, 2)
     case.stopped = {2}
     assert case.look(10.0).overdue is None
-    assert case.look(20.0).overdue == Overdue((2,), 0, False, 1.0)
+    assert case.look(20.0).overdue == Overdue((2,), 0, 0, False, 1.0)
 
 
 def test_an_answer_that_does_not_come_is_late_too() -> None:
@@ -160,7 +160,22 @@ def test_an_answer_that_does_not_come_is_late_too() -> None:
     case.enters(1.0, 0, 1)
     case.leaves(2.0, 0, 1)
     assert case.look(11.0).overdue is None
-    assert case.look(12.0).overdue == Overdue((1,), 0, True, 2.0)
+    assert case.look(12.0).overdue == Overdue((1,), 0, 0, True, 2.0)
+
+
+def test_a_rank_that_was_stopped_in_a_later_step_before_its_answer_got_out_is_in_that_step() -> None:
+    """What computed the later one may be why, so that is what the loss is put down to."""
+    case = Case(2)
+    case.backlog.step(0, 0.0, deferred=False)
+    case.backlog.step(1, 0.0, deferred=False)
+    case.enters(1.0, 0, 1)
+    case.leaves(2.0, 0, 1)
+    case.unanswered = {0: [1]}
+    case.stopped = {1}
+    case.look(2.0)
+    assert case.look(12.0).overdue == Overdue((1,), 0, 0, True, 2.0), "stopped in none"
+    case.enters(2.0, 1)
+    assert case.look(12.0).overdue == Overdue((1,), 0, 1, True, 2.0)
 
 
 def test_a_turn_of_the_connectors_has_no_stages_and_no_step() -> None:
@@ -169,10 +184,10 @@ def test_a_turn_of_the_connectors_has_no_stages_and_no_step() -> None:
     case.backlog.call(5, 1.0, patient=False)
     case.enters(1.0, 0, 1, 2)
     case.leaves(3.0, 1)
-    assert case.look(13.0).overdue == Overdue((0, 2), None, False, 3.0)
+    assert case.look(13.0).overdue == Overdue((0, 2), None, None, False, 3.0)
     assert case.backlog.step_in(case.rows[0]) is None
     case.leaves(4.0, 0, 2)
-    assert case.look(14.0).overdue == Overdue((2,), None, True, 4.0)
+    assert case.look(14.0).overdue == Overdue((2,), None, None, True, 4.0)
 
 
 def test_a_call_takes_as_long_as_somebody_waits_for_it_and_holds_up_what_is_behind_it_no_longer() -> None:
@@ -184,14 +199,14 @@ def test_a_call_takes_as_long_as_somebody_waits_for_it_and_holds_up_what_is_behi
     case.enters(2.0, 0)
     assert case.look(3600.0) == Look(None, 3605.0)
     case.stopped = {1}
-    assert case.look(3600.0).overdue == Overdue((1,), None, False, 2.0)
+    assert case.look(3600.0).overdue == Overdue((1,), None, None, False, 2.0)
     case.stopped = set()
     case.backlog.given_up(5, 4000.0)
     assert case.look(4009.0).overdue is None
-    assert case.look(4010.0).overdue == Overdue((1,), None, False, 4000.0)
+    assert case.look(4010.0).overdue == Overdue((1,), None, None, False, 4000.0)
     case.leaves(4011.0, 1)
     assert case.look(4011.0).overdue is None
-    assert case.look(4021.0).overdue == Overdue((0,), 0, False, 4011.0)
+    assert case.look(4021.0).overdue == Overdue((0,), 0, 0, False, 4011.0)
     case.backlog.call(6, 4022.0, patient=True)
     case.leaves(4022.0, 0)
     case.enters(4022.0, 1)

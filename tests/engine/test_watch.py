@@ -60,7 +60,7 @@ async def test_a_rank_that_never_leaves_its_step_is_told_once_at_the_deadline() 
     ranks.leave(0)
     await asyncio.sleep(600.0)
     ((at, overdue, deadline_s),) = ranks.hung
-    assert (overdue, deadline_s) == (Overdue((1,), 4, False, 1.5), 3.0)
+    assert (overdue, deadline_s) == (Overdue((1,), 4, 4, False, 1.5), 3.0)
     assert at == pytest.approx(1.5 + 3.0 + SURE_S)
 
 
